@@ -159,7 +159,8 @@ class Engine:
         **options: Any,
     ) -> Answers:
         """What a pooling model makes of one text or many: `{"embedding", "meta_info"}`. Rewards and labels' logits come
-        the same way. Options: `dimensions`, `truncate` (tokens; -1: to the context), `prompt_name`, `add_special_tokens`."""
+        the same way. Options: `dimensions`, `truncate` (tokens; -1: to the context), `prompt_name`, `add_special_tokens`;
+        with models that see, `image_data` (and so on) as in `generate`, one entry for each text, or alone."""
         return self._call(self._encode(prompt, input_ids, **options))
 
     async def async_encode(
@@ -400,7 +401,13 @@ class Engine:
 
     async def _encode(self, prompt: Any, input_ids: Any, *, dimensions: int | None = None, **options: Any) -> Answers:
         facts = self._pooler.needs("embed", "sparse", "classify")
-        inputs, single = native_inputs(prompt, input_ids)
+        given = {name: options.pop(name, None) for name in (*NATIVE_MEDIA, "mm_processor_kwargs")}
+        media = {
+            name: own_media(value, self.config.media) if name in NATIVE_MEDIA else value
+            for name, value in given.items()
+            if value is not None
+        }
+        inputs, single = native_inputs(prompt, input_ids, media)
         if dimensions is None:
             found = await self._pooler.pool(inputs, PoolOptions(**options))
         else:

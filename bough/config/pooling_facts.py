@@ -16,12 +16,16 @@ from msgspec import Struct
 
 from bough.config.model_facts import ModelFacts
 from bough.core.errors import ConfigError, UnsupportedModel
+from bough.core.media import MediaKind
 
 PoolMode = Literal["cls", "last", "mean", "max", "mean_sqrt_len_tokens", "weightedmean"]
 Task = Literal["embed", "sparse", "classify"]
+Spelling = Literal["own", "lower", "plain"]
+"""What becomes of texts before they are tokenized: nothing, lower case, or lower case without punctuation."""
 ScoreScale = Literal["identity", "sigmoid", "softmax"]
 StepActivation = Literal["identity", "tanh", "relu", "gelu", "silu", "sigmoid"]
 
+DUAL_FAMILIES: Final = ("CLIP", "Siglip", "Siglip2")
 _ARCHITECTURE: Final = re.compile(
     r"(?P<family>\w+?)(?P<form>LMHeadModel|TextModel|Model|ForCausalLM|ForSequenceClassification|ForMaskedLM|ForRewardModel)"
 )
@@ -83,6 +87,17 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
     """Length to which the authors truncate texts, in tokens; 0: not stated."""
     append_eos: bool = False
     """The tokenizer's end-of-sequence token closes every text."""
+    pad_to: int = 0
+    """Texts are filled up to this many tokens, which all count (SigLIP); 0: they are as long as they are..."""
+    pad_id: int = 0
+    """...with this one..."""
+    pad_left: bool = False
+    """...before them, not behind."""
+    spelling: Spelling = "own"
+    media: tuple[MediaKind, ...] = ()
+    """What an input may have beside text..."""
+    apart: bool = False
+    """...or rather in place of it: an input is a text or an image, never both."""
 
     def legal_dimensions(self) -> str:
         """For an error message."""
@@ -131,6 +146,8 @@ def pooling_facts(facts: ModelFacts, path: Path, *, forced: bool = False, mode: 
         return None
     if form in ("ForSequenceClassification", "ForRewardModel"):
         return _classifier(facts, family, form, folder)
+    if is_dual(facts.architecture):
+        return _dual(facts, family, folder, mode)
     says_sparse = "SpladePooling" in kinds or (form == "ForMaskedLM" and "Pooling" not in kinds)
     if mode == "sparse" or (mode == "auto" and says_sparse):
         return _sparse(facts, family, form, folder, dict(modules))
@@ -163,6 +180,12 @@ def read_modules(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     return modules
 
 
+def is_dual(architecture: str) -> bool:
+    """Whether an architecture is two encoders with one space of vectors: of texts, and of images."""
+    family, form = split_architecture(architecture)
+    return family in DUAL_FAMILIES and form == "Model"
+
+
 # -- by task --------------------------------------------------------------------------------------
 
 
@@ -191,8 +214,7 @@ def _embedder(
     if mode not in ("auto", "sparse"):
         modes = (_MODES[mode],)
     width = dense[-1].out_dim if dense else facts.hidden * len(modes)
-    stated = facts.config.get("matryoshka_dimensions")
-    dimensions = tuple(int(each) for each in stated if 0 < int(each) <= width) if isinstance(stated, list) else ()
+    dimensions, any_dimension = _matryoshka(facts, width)
     settings = _read_object(folder / "config_sentence_transformers.json")
     prompts = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items() if text}
     return PoolingFacts(
@@ -203,12 +225,72 @@ def _embedder(
         normalise=normalised,
         width=width,
         dimensions=dimensions,
-        any_dimension=bool(facts.config.get("is_matryoshka")) and not dimensions,
+        any_dimension=any_dimension,
         whole=facts.bidirectional or modes != ("last",),
         prompts=prompts,
         default_prompt=prompts.get(str(settings.get("default_prompt_name")), ""),
         **_text_rules(folder),
     )
+
+
+def _dual(facts: ModelFacts, family: str, folder: Path, mode: str) -> PoolingFacts:
+    """Two encoders: of a text its last token counts, of an image what its tower gives."""
+    if mode not in ("auto", "last"):
+        raise ConfigError(
+            what=f"--pooling {mode} does not work with {facts.architecture}",
+            why="its encoders have been trained with one way to pool",
+            fix="leave --pooling out",
+            param="pooling",
+        )
+    assert facts.tower is not None, "what makes it a dual encoder"
+    padded = family != "CLIP"
+    settings = _read_object(folder / "tokenizer_config.json")
+    named = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    rules = _text_rules(folder)
+    if named == "SiglipTokenizer":  # closes texts, and says so nowhere
+        rules["append_eos"] = True
+    dimensions, any_dimension = _matryoshka(facts, facts.tower.width)
+    return PoolingFacts(
+        task="embed",
+        family=family,
+        modes=("last",),
+        normalise=True,
+        width=facts.tower.width,
+        dimensions=dimensions,
+        any_dimension=any_dimension,
+        pad_to=facts.max_context if padded else 0,
+        pad_id=_pad_id(folder, facts.config) if padded else 0,
+        pad_left=settings.get("padding_side") == "left",
+        spelling="own" if not padded else "plain" if named == "SiglipTokenizer" else "lower",
+        media=facts.tower.kinds,
+        apart=True,
+        **rules,
+    )
+
+
+def _matryoshka(facts: ModelFacts, width: int) -> tuple[tuple[int, ...], bool]:
+    """Sizes that embeddings may be cut to, as the config says, and whether any will do."""
+    stated = facts.config.get("matryoshka_dimensions")
+    dimensions = tuple(int(each) for each in stated if 0 < int(each) <= width) if isinstance(stated, list) else ()
+    return dimensions, bool(facts.config.get("is_matryoshka")) and not dimensions
+
+
+def _pad_id(folder: Path, config: Mapping[str, Any]) -> int:
+    """The id of the tokenizer's padding token; without a tokenizer, the config's."""
+    settings = _read_object(folder / "tokenizer_config.json")
+    name = settings.get("pad_token")
+    name = name.get("content") if isinstance(name, Mapping) else name
+    listed = settings.get("added_tokens_decoder")
+    tokens = list(listed.items()) if isinstance(listed, Mapping) else []
+    if name is not None and not tokens:
+        added = _read_object(folder / "tokenizer.json").get("added_tokens") or []
+        tokens = [(each.get("id"), each) for each in added]
+    for number, token in tokens:
+        if name is not None and token.get("content") == name:
+            return int(number)
+    text = config.get("text_config")
+    stated = text.get("pad_token_id") if isinstance(text, Mapping) else None
+    return stated if isinstance(stated, int) else 1
 
 
 def _sparse(

@@ -89,3 +89,38 @@ class VitFacts:
     @property
     def values_per_token(self) -> int:
         return self.block.values_per_token + math.prod(self.kernel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NaflexFacts:
+    """A vision transformer over images of their own shapes, with learned positions that are resized to each (SigLIP 2)."""
+
+    block: TowerBlockFacts
+    depth: int
+    patch: int
+    side: int
+    """Learned positions along a side of their square."""
+    most_patches: int
+    """Of an image, where a request asks for nothing else."""
+    image: ImageFacts
+    channels: int = 3
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return (self.patch, self.patch, self.channels)
+
+    def num_parameters(self) -> int:
+        hidden = self.block.hidden
+        ends = (math.prod(self.kernel) + 1 + self.side**2) * hidden + self.block.norm.num_parameters(hidden)
+        return ends + self.depth * self.block.num_parameters()
+
+    @property
+    def values_per_token(self) -> int:
+        return self.block.values_per_token + math.prod(self.kernel)
+
+
+def attention_pool_parameters(block: TowerBlockFacts) -> int:
+    """Of `layers.image_embedder.AttentionPool`."""
+    hidden = block.hidden
+    attention = 4 * hidden * hidden + 5 * hidden
+    return attention + block.norm.num_parameters(hidden) + block.mlp.num_parameters(hidden)

@@ -12,7 +12,7 @@ from bough.config.anyres import NEXT, ONEVISION
 from bough.config.fields import Fields
 from bough.config.image_facts import CLIP_MEAN, CLIP_STD, HALF, image_facts, processor_fields
 from bough.config.model_facts import Dense, NormFacts
-from bough.config.tower_facts import TowerBlockFacts, VitFacts
+from bough.config.tower_facts import NaflexFacts, TowerBlockFacts, VitFacts
 from bough.core.errors import ConfigError
 
 CLIP_LARGE: Final[dict[str, Any]] = {
@@ -131,6 +131,30 @@ def internvl_vit(config: Fields) -> VitFacts:
         class_token=True,
         post_norm=None if mean_pooled else facts.post_norm,
         post_used=not mean_pooled,
+    )
+
+
+def clip_vit(config: Fields) -> VitFacts:
+    """The tower of CLIP itself: all tokens are normed."""
+    return replace(read_vit(config, model_type="clip_vision_model"), post_used=True)
+
+
+def siglip_vit(config: Fields) -> VitFacts:
+    return read_vit(config, mean=HALF, std=HALF, model_type="siglip_vision_model")
+
+
+def siglip2_naflex(config: Fields) -> NaflexFacts:
+    """SigLIP 2's tower over images of their own shapes."""
+    vit = read_vit(config, mean=HALF, std=HALF, resample=BILINEAR, model_type="siglip2_vision_model")
+    side = math.isqrt(config.inner("vision_config").count("num_patches", default=256))
+    return NaflexFacts(
+        block=vit.block,
+        depth=vit.depth,
+        patch=vit.patch,
+        side=side,
+        most_patches=processor_fields(config).count("max_num_patches", default=256),
+        image=vit.image,
+        channels=vit.channels,
     )
 
 

@@ -33,6 +33,7 @@ from bough.config.shares import uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
 from bough.config.unproven import unproven
 from bough.core.errors import ConfigError
+from bough.core.media import MediaKind
 from bough.core.messages import ToEngine
 from bough.core.speech import SPEECH_RULES
 from bough.core.step import NO_PROPOSER, Runner, RunnerLimits
@@ -362,12 +363,13 @@ def make_runner(
         spans=span_costs(backend, specs, bits / 8 or kv_dtype.itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
     )
+    sharing_media = same_requests if config.media.mm_enable_dp_encoder else LONE
+    encoder = encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media)
     if pooling is not None:
         assert isinstance(model, PooledModel)
         if whole:
             attend = attention_factory("whole", device.torch_device)
-        return PoolingRunner(model, pooling, pool, limits, attend, device)
-    sharing_media = same_requests if config.media.mm_enable_dp_encoder else LONE
+        return PoolingRunner(model, pooling, pool, limits, attend, device, encoder)
     runner = ModelRunner(
         model,
         pool,
@@ -382,7 +384,7 @@ def make_runner(
         proposer=None if drafts is None else drafts.proposer,
         most_drafts=drafts_of_row(config.speculative) if drafts is not None else 0,
         tree_width=0 if drafts is None or (tree := tree_of(config.speculative)) is None else tree.steps + 1,
-        encoder=encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media),
+        encoder=encoder,
         states=states_pool(model, limits, device, drafts_of_row(config.speculative)),
         context=context,
         cross=attention_factory(backend, device.torch_device) if facts.reads_media else None,
@@ -584,6 +586,13 @@ def _dumping(runner: Runner, local: ModelRunner | PoolingRunner, queues: Queues,
     return DumpingRunner(runner, local, queues, directory, several_ranks=config.parallel.tp_size > 1)
 
 
+def media_kinds(facts: ModelFacts, pooling: PoolingFacts | None) -> tuple[MediaKind, ...]:
+    """What prompts may have beside text."""
+    if pooling is not None:
+        return pooling.media
+    return () if facts.tower is None else facts.tower.kinds
+
+
 def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
     """What the other processes and `/server_info` may know."""
     checkpoint, facts, pooling, resolved, _ = decided
@@ -601,7 +610,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and not limits.kv_stays,
-        "media": list(facts.tower.kinds) if facts.tower is not None and pooling is None else [],
+        "media": list(media_kinds(facts, pooling)),
         "media_width": facts.tower.width if facts.tower is not None else 0,
         "score_items": pooling is None and facts.takes_items and parallel.pp_size == parallel.attn_cp_size == 1,
         "decisions": resolved.lines(),

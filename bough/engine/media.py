@@ -13,6 +13,7 @@ from bough.core.step import MediaLimits, RunnerLimits
 from bough.distributed.mesh import LONE, Axis
 from bough.layers.batch import Model
 from bough.layers.decoder import Decoder
+from bough.models.pooled import PooledModel
 from bough.platform import Device
 from bough.runner.encoder import TowerRunner
 
@@ -52,6 +53,6 @@ def encoder_of(
     model: Model, limits: RunnerLimits, dtype: torch.dtype, device: Device, sharing: Axis = LONE
 ) -> TowerRunner | None:
     """What computes media on this rank; None: nothing does. `sharing`: ranks that a step's media are spread over."""
-    if limits.media is None or not isinstance(model, Decoder) or model.tower is None:
+    if limits.media is None or not isinstance(model, Decoder | PooledModel) or model.tower is None:
         return None
     return TowerRunner(model.tower, limits.media.num_rows, dtype, device.torch_device, sharing)

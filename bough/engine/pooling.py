@@ -10,7 +10,7 @@ import msgspec
 from bough.config.concerns import AUTO, Auto, Config
 from bough.config.hf import Checkpoint
 from bough.config.model_facts import ModelFacts
-from bough.config.pooling_facts import PoolingFacts, pooling_facts, rerank_tokens
+from bough.config.pooling_facts import PoolingFacts, is_dual, pooling_facts, rerank_tokens
 from bough.config.resolve import ModelPlanFacts
 from bough.core.errors import ConfigError
 from bough.core.step import RunnerLimits
@@ -38,7 +38,8 @@ def pooling_settings(
             param="calculate_kv_scales",
         )
     model = replace(config.model, is_embedding=True)
-    if model.dtype == "auto" and facts.encoder is not None and _in_float32(checkpoint):
+    encodes = facts.encoder is not None or is_dual(facts.architecture)
+    if model.dtype == "auto" and encodes and _in_float32(checkpoint):
         # Vectors made here are compared with vectors made elsewhere, so digits count: bfloat16 keeps too few.
         model = replace(model, dtype="float32" if device == "cpu" else "float16")
     if model.context_length is AUTO and 0 < pooling.max_length < facts.max_context:

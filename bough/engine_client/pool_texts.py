@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
+from bough.config.pooling_facts import Spelling
 from bough.core.errors import InvalidRequest, no_such_token, overflow
 from bough.core.messages import Ids
 from bough.engine_client.caller import ANYBODY, Caller
+from bough.multimodal.desk import MediaInput
 from bough.tokenizer import TokenizerPool
 
 Text: TypeAlias = str | Sequence[int]
 """A text, or token ids."""
-Input: TypeAlias = Text | tuple[str, str]
+PlainInput: TypeAlias = Text | tuple[str, str]
 """A text, token ids, or a pair of texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaText:
+    """An input with media: what stands beside a text, which may be empty."""
+
+    text: str
+    media: tuple[MediaInput, ...]
+
+
+Input: TypeAlias = PlainInput | MediaText
 
 WHOLE = -1
 """As `PoolOptions.truncate`: to the context's length."""
 _SHORT_IDS = 4096
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 T = TypeVar("T")
 
 
@@ -49,15 +64,22 @@ class TextEncoder:
     """Token ids of texts, pairs of texts, and ids; within the context and the vocabulary, or refused."""
 
     def __init__(
-        self, tokenizers: TokenizerPool | None, *, context_length: int, vocab_size: int, append_eos: bool
+        self,
+        tokenizers: TokenizerPool | None,
+        *,
+        context_length: int,
+        vocab_size: int,
+        append_eos: bool,
+        spelling: Spelling = "own",
     ) -> None:
         self._tokenizer = tokenizers.tokenizer if tokenizers is not None else None
         self._tokenizers = tokenizers
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._append_eos = append_eos
+        self._spelling = spelling
 
-    async def encode(self, inputs: Sequence[Input], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
+    async def encode(self, inputs: Sequence[PlainInput], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
         """Ids of each input and where its second text begins. Raises if one doesn't fit."""
         size = sum(map(_size, inputs)) + len(prefix) * len(inputs)
         return await self.beside_the_loop(lambda: self._encode(inputs, options, prefix), size)
@@ -68,9 +90,9 @@ class TextEncoder:
             return await self._tokenizers.run(work, size)
         return work() if size <= _SHORT_IDS else await asyncio.to_thread(work)
 
-    def _encode(self, inputs: Sequence[Input], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
+    def _encode(self, inputs: Sequence[PlainInput], options: PoolOptions, prefix: str) -> list[tuple[Ids, int]]:
         most = self.limit(options)
-        texts = [text for each in inputs if (text := as_text(each, prefix)) is not None]
+        texts = [respelled(text, self._spelling) for each in inputs if (text := as_text(each, prefix)) is not None]
         encoded = iter(self._tokenise(texts, options, most))
         found: list[tuple[Ids, int]] = []
         for each in inputs:
@@ -119,7 +141,7 @@ class TextEncoder:
             for ids, second_at in found
         ]
 
-    def _checked(self, ids: Input, most: int | None) -> list[int]:
+    def _checked(self, ids: PlainInput, most: int | None) -> list[int]:
         vocab = self._vocab_size
         for each in ids:
             if isinstance(each, bool) or not isinstance(each, int | np.integer) or not 0 <= each < vocab:
@@ -127,13 +149,27 @@ class TextEncoder:
         return [int(each) for each in ids][:most]
 
 
-def _size(given: Input) -> int:
+def respelled(text: str | tuple[str, str], spelling: Spelling) -> str | tuple[str, str]:
+    """A text (or pair) as the model's tokenizer takes it."""
+    if spelling == "own":
+        return text
+    if isinstance(text, tuple):
+        return _respelled(text[0], spelling), _respelled(text[1], spelling)
+    return _respelled(text, spelling)
+
+
+def _respelled(text: str, spelling: Spelling) -> str:
+    lower = text.lower()
+    return lower if spelling == "lower" else " ".join(lower.translate(_NO_PUNCTUATION).split())
+
+
+def _size(given: PlainInput) -> int:
     """Characters, or ids."""
     text = as_text(given, "")
     return sum(map(len, text)) if isinstance(text, tuple) else len(given)
 
 
-def as_text(given: Input, prefix: str) -> str | tuple[str, str] | None:
+def as_text(given: PlainInput, prefix: str) -> str | tuple[str, str] | None:
     """What is to be tokenised, a text with its prefix; None: the input is token ids already."""
     if isinstance(given, str):
         return prefix + given

@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from bough.config.pooling_facts import PoolingFacts
+from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.media_fields import NATIVE_MEDIA, native_media, split_by_prompt
 from bough.engine_client.native import is_listed
-from bough.engine_client.pool_texts import Input
+from bough.engine_client.pool_texts import Input, MediaText
 from bough.engine_client.pooling import Pooled
 from bough.engine_client.scores import as_weights
 
 Json = dict[str, Any]
 
 
-def native_inputs(text: Any, input_ids: Any) -> tuple[list[Input], bool]:
-    """The inputs of a native request, and whether there is just one, not in a list. Raises `InvalidRequest`."""
+FILLER: Final = "padding"
+"""What SGLang's clients write where an input is an image without text."""
+
+
+def native_inputs(text: Any, input_ids: Any, media: Mapping[str, Any] | None = None) -> tuple[list[Input], bool]:
+    """The inputs of a native request, and whether there is just one, not in a list. `media`: its fields that name media
+    (`image_data` and so on, `mm_processor_kwargs`); without a text, each of a list is an input. Raises `InvalidRequest`."""
+    named = {name: value for name, value in (media or {}).items() if value is not None}
+    lists = {name: named[name] for name in NATIVE_MEDIA if name in named}
+    if not lists:
+        return _plain_inputs(text, input_ids)
+    if input_ids is not None:
+        raise InvalidRequest(
+            what="input_ids came with media",
+            why="what stands for a medium among token ids is the server's own affair here",
+            fix="send text, or the media alone",
+            param="input_ids",
+        )
+    if text is None:
+        single = not any(isinstance(value, list | tuple) for value in lists.values())
+        count = max(len(value) if isinstance(value, list | tuple) else 1 for value in lists.values())
+        texts = [""] * count
+    else:
+        plain, single = _plain_inputs(text, None)
+        texts = ["" if each == FILLER else str(each) for each in plain]
+    bounds.count("embeddings", texts, next(iter(lists)))
+    columns = {name: split_by_prompt(name, value, len(texts), single) for name, value in lists.items()}
+    shared = {"mm_processor_kwargs": named.get("mm_processor_kwargs")}
+    inputs: list[Input] = []
+    for at, each in enumerate(texts):
+        found = native_media({**{name: column[at] for name, column in columns.items()}, **shared})
+        inputs.append(MediaText(each, found) if found else each)
+    return inputs, single
+
+
+def _plain_inputs(text: Any, input_ids: Any) -> tuple[list[Input], bool]:
     if (text is None) == (input_ids is None):
         raise InvalidRequest(
             what="there is no input" if text is None else "text and input_ids were both given",
@@ -51,6 +87,7 @@ def native_pooled(pooled: Pooled, facts: PoolingFacts) -> Json:
             "prompt_tokens": pooled.prompt_tokens,
             "cached_tokens": 0,
             "e2e_latency": pooled.seconds,
+            **{f"{kind}_tokens": count for kind, count in pooled.media_tokens.items()},
         },
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.engine_client.client import EngineClient
 from bough.engine_client.endings import as_error
-from bough.engine_client.pool_texts import PLAIN, Input, PoolOptions, Text, TextEncoder, bad_field
+from bough.engine_client.pool_texts import PLAIN, Input, MediaText, PoolOptions, Text, TextEncoder, bad_field
 from bough.engine_client.request import Request
 from bough.engine_client.rerank_prompt import BUILT_IN, Renderer, choose_prompt, label_id
 from bough.engine_client.scores import Floats, cosine, probabilities, scaled, shortened, sparse_dot
@@ -42,6 +42,8 @@ class Pooled:
     prompt_tokens: int
     rid: str
     seconds: float
+    media_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of the prompt's tokens: those of media, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Pooler:
             context_length=engine_client.context_length,
             vocab_size=engine_client.vocab_size,
             append_eos=self.pooling is not None and self.pooling.append_eos,
+            spelling="own" if self.pooling is None else self.pooling.spelling,
         )
         self._keeps = bool(facts.get("kv_join"))
         self._most_items = 0
@@ -101,20 +104,48 @@ class Pooler:
     async def pool(self, inputs: Sequence[Input], options: PoolOptions = PLAIN) -> list[Pooled]:
         """The model's raw result for each input: an embedding, sparse pairs, or logits of labels."""
         pooling = self.needs("embed", "sparse", "classify")
-        encoded = await self._texts.encode(inputs, options, self._prefix(options) if pooling.task == "embed" else "")
-        requests = [
-            Request(
-                prompt=ids, second_at=second_at, pool=pooling.task, want_text=False, priority=options.priority,
-                caller=options.caller, deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(encoded)),
-            )
-            for at, (ids, second_at) in enumerate(encoded)
-        ]  # fmt: skip
+        plain = [each for each in inputs if not isinstance(each, MediaText)]
+        prefix = self._prefix(options) if pooling.task == "embed" else ""
+        encoded = iter(await self._texts.encode(plain, options, prefix))
+        counts: list[int | None] = []
+        requests = []
+        for at, each in enumerate(inputs):
+            prompt: str | Ids
+            if isinstance(each, MediaText):
+                prompt, second_at, media = self._media_prompt(each, pooling), 0, each.media
+                counts.append(None)
+            else:
+                ids, second_at = next(encoded)
+                prompt, media = _padded(ids, pooling), ()
+                counts.append(len(ids))
+            requests.append(
+                Request(
+                    prompt=prompt, media=media, second_at=second_at, pool=pooling.task, want_text=False,
+                    add_special_tokens=options.add_special_tokens, priority=options.priority, caller=options.caller,
+                    deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(inputs)),
+                )
+            )  # fmt: skip
         began = time.monotonic()
         deltas, names = await self._collect(requests)
-        return [
-            Pooled(np.frombuffer(delta.embedding, "<f4"), len(ids), name, time.monotonic() - began)
-            for delta, (ids, _), name in zip(deltas, encoded, names, strict=True)
-        ]
+        seconds = time.monotonic() - began
+        return [_pooled(*each, seconds) for each in zip(deltas, counts, names, strict=True)]
+
+    def _media_prompt(self, given: MediaText, pooling: PoolingFacts) -> str | Ids:
+        """What stands in the prompt of an input with media. Raises `InvalidRequest` if the model can't take it."""
+        engine_media = self._engine_client.media
+        if not pooling.media or engine_media is None:
+            return given.text  # refused for its media, as every text model does
+        if not pooling.apart:
+            return given.text
+        where = given.media[0].param
+        if given.text.strip() or len(given.media) > 1:
+            raise InvalidRequest(
+                what="an input has a text and an image" if given.text.strip() else "an input has several images",
+                why="the served model embeds each text and each image by itself",
+                fix="send them as inputs of their own",
+                param=where,
+            )
+        return np.array([engine_media.desk.processor.marker(given.media[0].kind).token], np.int32)
 
     async def embed(
         self, inputs: Sequence[Input], options: PoolOptions = PLAIN, *, dimensions: int | None = None
@@ -371,6 +402,22 @@ class Pooler:
         finally:
             for stream in streams:
                 stream.abort()
+
+
+def _padded(ids: Ids, pooling: PoolingFacts) -> Ids:
+    """Ids of a text, filled up where the model was trained so."""
+    missing = pooling.pad_to - len(ids)
+    if missing <= 0:
+        return ids
+    padding = np.full(missing, pooling.pad_id, np.int32)
+    return np.concatenate([padding, ids] if pooling.pad_left else [ids, padding])
+
+
+def _pooled(delta: Delta, count: int | None, rid: str, seconds: float) -> Pooled:
+    """`count`: tokens of the input; None: as many as the engine has counted."""
+    assert delta.end is not None, "it was collected"
+    counted = delta.end.prompt_tokens if count is None else count
+    return Pooled(np.frombuffer(delta.embedding, "<f4"), counted, rid, seconds, delta.end.media_tokens)
 
 
 def _join(query: Text, item: Text, item_first: bool) -> Text:

@@ -32,6 +32,12 @@ class Vit(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """uint8 [N, height, width, channels] -> [N, P, D], row after row of patches."""
         facts = self.facts
+        first = int(facts.class_token and not facts.class_last)
+        return self.tokens(pixels)[:, first : first + facts.side**2]
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """The same with the class token before the patches, where there is one: [N, S, D]."""
+        facts = self.facts
         side, patch, hidden = facts.side, facts.patch, facts.block.hidden
         count = len(pixels)
         cut = self.normalise(pixels).view(count, side, patch, side, patch, -1).permute(0, 1, 3, 5, 2, 4)
@@ -47,8 +53,7 @@ class Vit(nn.Module):
             x_TD = block(x_TD, [facts.tokens] * count, cos_sin_TR)
         if self.post_norm is not None and facts.post_used:
             x_TD = self.post_norm(x_TD)
-        first = int(facts.class_token and not facts.class_last)
-        return x_TD.view(count, facts.tokens, hidden)[:, first : first + side**2]
+        return x_TD.view(count, facts.tokens, hidden)
 
     def _angles(self, device: torch.device) -> Tensor:
         """[tokens of a tile, width of a head]: columns and rows count from one; the class token is not turned."""

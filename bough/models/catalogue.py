@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Final, NamedTuple
 
-from bough.models.registry import ARCHITECTURES, ENCODERS
+from bough.models.registry import ARCHITECTURES, DUAL_ENCODERS, ENCODERS
 
 
 class FamilyGroup(NamedTuple):
@@ -251,6 +251,7 @@ def markdown() -> str:
     lines += [
         "## Encoders", "", "Shown by `tests/pooling`.", "", "| architecture | what it is |", "|---|---|",
         *(f"| `{name}` and its heads | {_about(path)} |" for name, path in sorted(ENCODERS.items())),
+        *(f"| `{name}Model` | {_about(path)} |" for name, path in sorted(DUAL_ENCODERS.items())),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

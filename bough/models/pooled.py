@@ -16,17 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
-from bough.config.pooling_facts import DenseFacts, PoolingFacts, StepActivation
+from bough.config.pooling_facts import DenseFacts, PoolingFacts, StepActivation, is_dual
 from bough.core.errors import UnsupportedModel, WeightsError
 from bough.layers.batch import Batch
 from bough.layers.build import Build
+from bough.layers.decoder import Decoder
+from bough.layers.dual_encoder import DualEncoder
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.pooling import Spans, normalise, pool
+from bough.layers.tower import Tower
 from bough.models.encoder import Encoder, MaskedLM
-from bough.models.registry import ENCODERS, Architecture, architectures, find_architecture
+from bough.models.registry import DUAL_ENCODERS, ENCODERS, Architecture, architectures, find_architecture
 from bough.quantization.unquantized import Unquantized
 from bough.weights.from_safetensors import open_safetensors
-from bough.weights.mapping import Beyond, Fuse, Ignore, Mapping, Outside, Rename, Rule, renamed
+from bough.weights.mapping import Mapping, Rename, Rule, renamed, retargeted
 from bough.weights.stored import copy_into
 
 SPARSE_AT_ONCE: Final = 1 << 25
@@ -49,6 +52,11 @@ class PooledModel(nn.Module):
         super().__init__()
         self.body = body
         self.head = head
+
+    @property
+    def tower(self) -> Tower | None:
+        """What turns media into embeddings; None: the model takes text only."""
+        return self.body.tower if isinstance(self.body, Decoder | DualEncoder) else None
 
     def forward(self, batch: Batch) -> Tensor:
         hidden: Tensor = self.body(batch)
@@ -161,9 +169,11 @@ def pooled_architecture(facts: ModelFacts, pooling: PoolingFacts) -> Architectur
     """How to make and fill the pooling model. Raises `UnsupportedModel`."""
     if pooling.family in ENCODERS:
         return _encoder_architecture(pooling)
+    if is_dual(facts.architecture):
+        return _dual_architecture(pooling)
     name = f"{pooling.family}ForCausalLM"
     if name not in architectures():
-        known = sorted({*ENCODERS, *(each.removesuffix("ForCausalLM") for each in architectures())})
+        known = sorted({*ENCODERS, *DUAL_ENCODERS, *(each.removesuffix("ForCausalLM") for each in architectures())})
         raise UnsupportedModel(
             what=f"no implementation of {facts.architecture}",
             why=f"pooling models can be made of: {', '.join(known)}",
@@ -195,6 +205,15 @@ def _encoder_architecture(pooling: PoolingFacts) -> Architecture:
     rules = {"embed": family.EMBEDDER, "classify": family.CLASSIFIER, "sparse": family.MASKED_LM}[pooling.task]
     inner = {"embed": "head", "classify": "head.scores", "sparse": "head.words"}[pooling.task]
     return Architecture(make, _OldNames(*(_moved(rule, inner) for rule in rules)))
+
+
+def _dual_architecture(pooling: PoolingFacts) -> Architecture:
+    family = import_module(DUAL_ENCODERS[pooling.family])
+
+    def make(facts: ModelFacts, build: Build) -> PooledModel:
+        return PooledModel(family.make(facts, build), EmbedHead(pooling, build))
+
+    return Architecture(make, family.WEIGHTS)
 
 
 def _decoder_architecture(generative: Architecture, pooling: PoolingFacts) -> Architecture:
@@ -230,21 +249,11 @@ def _under_body(rules: Iterable[Rule]) -> Iterable[Rule]:
     for rule in rules:
         short = renamed(rule, lambda source: source.removeprefix("model."))
         for each in (rule,) if short == rule else (short, rule):
-            yield _targeted(each, lambda target: f"body.{target}")
+            yield retargeted(each, lambda target: f"body.{target}")
 
 
 def _moved(rule: Rule, head: str) -> Rule:
-    return _targeted(rule, lambda target: head + target.removeprefix("head") if target.startswith("head") else target)
-
-
-def _targeted(rule: Rule, name: Callable[[str], str]) -> Rule:
-    match rule:
-        case Ignore() | Beyond() | Outside():
-            return rule
-        case Fuse():
-            return Fuse(name(rule.target), **rule.parts)
-        case _:
-            return replace(rule, target=name(rule.target))
+    return retargeted(rule, lambda target: head + target.removeprefix("head") if target.startswith("head") else target)
 
 
 class _OldNames(Mapping):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from bough.config.concerns import ModelImpl
 from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
-from bough.config.pooling_facts import split_architecture
+from bough.config.pooling_facts import is_dual, split_architecture
 from bough.core.errors import UnsupportedModel
 from bough.models import through_transformers
 
@@ -171,6 +171,14 @@ ENCODERS: Final[dict[str, str]] = {
 """Encoders, which only pool, by the architecture's name without its ending."""
 
 
+DUAL_ENCODERS: Final[dict[str, str]] = {
+    "CLIP": "bough.models.clip",
+    "Siglip": "bough.models.siglip",
+    "Siglip2": "bough.models.siglip2",
+}
+"""Encoders of texts and images with one space of vectors, which only embed, by the same names."""
+
+
 class Architecture(NamedTuple):
     """How to make a model and fill it."""
 
@@ -191,6 +199,8 @@ def facts_of(config: Mapping[str, Any], impl: ModelImpl = "auto") -> ModelFacts:
         return through_transformers.read(fields)
     if family in ENCODERS:
         module = import_module(ENCODERS[family])
+    elif is_dual(name):
+        module = import_module(DUAL_ENCODERS[family])
     else:
         bodied = f"{family}ForCausalLM"
         pooled = name not in architectures() and form not in ("", "ForCausalLM") and bodied in architectures()

@@ -9,6 +9,7 @@ from typing import Any, Final
 from bough.config.fields import Fields
 from bough.config.pixtral import is_pixtral
 from bough.multimodal.anyres import AnyresProcessor
+from bough.multimodal.dual import ClipProcessor, NaflexProcessor, SiglipProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
@@ -36,6 +37,9 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen3VLMoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3_5ForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
     "Qwen3_5MoeForConditionalGeneration": partial(QwenProcessor, patch=16, kind="3"),
+    "CLIPModel": ClipProcessor,
+    "SiglipModel": SiglipProcessor,
+    "Siglip2Model": NaflexProcessor,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Gemma4ForConditionalGeneration": Gemma4Processor,
     "Glm46VForConditionalGeneration": Glm4vProcessor,

@@ -31,11 +31,14 @@ class LlavaProcessor(TileProcessor):
         return (self.side, self.edge, self.facts.resample)
 
     def tiles(self, image: Image, options: Options) -> tuple[list[Image], tuple[int, int]]:
-        width, height = image.size
-        short, long = min(width, height), max(width, height)
-        other = int(self.edge * long / short)
-        size = (self.edge, other) if width <= height else (other, self.edge)
-        return [centre_crop(image.resize(size, self.facts.resample), self.side)], (0, 0)
+        return [centre_crop(shortest_edge(image, self.edge, self.facts.resample), self.side)], (0, 0)
+
+
+def shortest_edge(image: Image, edge: int, resample: int) -> Image:
+    """The image with a shorter edge of `edge` pixels."""
+    width, height = image.size
+    other = int(edge * max(width, height) / min(width, height))
+    return image.resize((edge, other) if width <= height else (other, edge), resample)
 
 
 def centre_crop(image: Image, side: int) -> Image:

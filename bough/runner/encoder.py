@@ -13,6 +13,7 @@ from torch import Tensor
 from bough.core.step import Encode, StepMedia
 from bough.distributed.mesh import LONE, Axis
 from bough.kernels.attention.two_way import TwoWaySpan
+from bough.kernels.step_start import SlotState
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
@@ -113,6 +114,13 @@ class MediaTensors:
             at = place_T[self.axes_at]
             axes_at, axes = at[at >= 0], self.axes[:, at >= 0]
         return MediaTensors(values, axes_at, axes)
+
+
+def turn_slots(state: SlotState, media: StepMedia, device: torch.device) -> None:
+    """Brings the device's turns of slots up to date, where positions have several axes."""
+    if state.turn is not None and len(media.turn_slots):
+        at = upload(media.turn_slots.astype(np.int64), device)
+        state.turn.index_copy_(0, at, upload(media.turns.astype(np.int64), device))
 
 
 def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.device) -> MediaTensors:

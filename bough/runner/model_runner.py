@@ -24,7 +24,7 @@ from bough.runner.accepting import AcceptRule
 from bough.runner.context import AttentionFactory, ContextShare
 from bough.runner.copies import PageCopies
 from bough.runner.cross import CrossPages
-from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors
+from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors, turn_slots
 from bough.runner.forward import Extent, Forward
 from bough.runner.graphs import Extents, Graphs
 from bough.runner.hidden import HiddenSlots, HiddenWanted
@@ -157,10 +157,7 @@ class ModelRunner:
 
     def _media(self, media: StepMedia) -> MediaTensors | None:
         """Turns slots, has items computed, and gives what the step reads of the store; None: nothing."""
-        turn = self.forward.state.turn
-        if turn is not None and len(media.turn_slots):
-            at = upload(media.turn_slots.astype(np.int64), self.device)
-            turn.index_copy_(0, at, upload(media.turns.astype(np.int64), self.device))
+        turn_slots(self.forward.state, media, self.device)
         lengths = self.forward.state.media_len
         if lengths is not None and len(media.fixed_slots):
             at = upload(media.fixed_slots.astype(np.int64), self.device)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from bough.config.pooling_facts import PoolingFacts
-from bough.core.step import I64, Launched, Mask, Outcome, RunnerLimits, Step
+from bough.core.step import I64, Launched, Mask, Outcome, RunnerLimits, Step, StepMedia
 from bough.kernels.attention.inputs import HostLengths
 from bough.kernels.step_start import SlotState
 from bough.layers.pooling import Spans
@@ -16,6 +16,7 @@ from bough.memory.transfer import download, upload
 from bough.models.pooled import PooledModel
 from bough.platform.device import Device
 from bough.runner.context import AttentionFactory
+from bough.runner.encoder import MediaTensors, TowerRunner, media_tensors, turn_slots
 from bough.runner.forward import Extent, Forward
 from bough.runner.inference import without_gradients
 from bough.runner.inputs import Packer, StepTensors, stage_bytes
@@ -36,14 +37,18 @@ class PoolingRunner:
         limits: RunnerLimits,
         attention: AttentionFactory,
         device: Device,
+        encoder: TowerRunner | None = None,
     ) -> None:
+        """`encoder`: computes media; None: the model takes text only."""
         self.limits = limits
+        self.encoder = encoder
         self.machine = device
         self.pooling = pooling
         self.pool = pool
         self._device = device.torch_device
         self._model = model
-        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self._device)
+        turns = limits.media is not None and limits.media.axes > 0
+        state = SlotState.make(limits.num_slots, limits.pages_per_slot, self._device, turns=turns)
         self._forward = Forward(model, pool, state, attention)  # type: ignore[arg-type]
         self._packer = Packer(limits.num_slots, limits.pages_per_slot, limits.layout)
         self._params = SlotParams(limits.num_slots, limits.vocab_size)
@@ -62,13 +67,14 @@ class PoolingRunner:
             max_kv=int((step.context + step.num_query).max()),
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
         )
+        media = self._media(step.media) if step.media is not None else None
         if self.pooling.whole:
             broken = np.flatnonzero((step.context != 0) | ~step.samples)
             if len(broken):
                 raise ValueError("a text of a model that must see it whole came in pieces")
-            results = self._whole(step, tensors, extent)
+            results = self._whole(step, tensors, extent, media)
         else:
-            hidden = self._forward.hidden(tensors, extent, tensors.sample_at_L)
+            hidden = self._forward.hidden(tensors, extent, tensors.sample_at_L, media=media)
             results = self._model.results(hidden, None)
         return LaunchedPool(self, step, samples.rows, results, stage)
 
@@ -78,10 +84,16 @@ class PoolingRunner:
     def clear(self) -> None:
         self.machine.synchronize()
 
-    def _whole(self, step: Step, tensors: StepTensors, extent: Extent) -> Tensor:
+    def _whole(self, step: Step, tensors: StepTensors, extent: Extent, media: MediaTensors | None) -> Tensor:
         segments = self._segments(step)
-        hidden = self._forward.hidden(tensors, extent, None, segments=segments)
+        hidden = self._forward.hidden(tensors, extent, None, segments=segments, media=media)
         return self._model.results(hidden, Spans.of(tensors.query_start_R1, step.num_tokens))
+
+    def _media(self, media: StepMedia) -> MediaTensors | None:
+        turn_slots(self._forward.state, media, self._device)
+        if self.encoder is not None and media.encode:
+            self.encoder.encode(media.encode)
+        return media_tensors(media, self.encoder, self._device) if len(media.at) or len(media.axes_at) else None
 
     def _segments(self, step: Step) -> Tensor | None:
         """The segment of each token; None: there are no pairs in the step."""

@@ -310,6 +310,17 @@ def renamed(rule: Rule, name: Callable[[str], str]) -> Rule:
     return replace(rule, source=name(rule.source))
 
 
+def retargeted(rule: Rule, name: Callable[[str], str]) -> Rule:
+    """The rule for layers that are called otherwise."""
+    match rule:
+        case Ignore() | Beyond() | Outside():
+            return rule
+        case Fuse():
+            return Fuse(name(rule.target), **rule.parts)
+        case _:
+            return replace(rule, target=name(rule.target))
+
+
 def _fill(pattern: str, numbers: list[str]) -> str:
     for number in numbers:
         pattern = pattern.replace("*", number, 1)

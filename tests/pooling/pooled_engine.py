@@ -22,9 +22,11 @@ from bough.engine.build import load_model, make_runner, open_device
 from bough.engine.decide import decide
 from bough.engine.loop import Loop
 from bough.engine.pooling import pooling_limits
+from bough.multimodal.placing import Placed
 from bough.platform import detect
 from bough.runner.pooling import PoolingRunner
 from bough.scheduler.limits import Limits
+from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
 
 SIZES: dict[str, Any] = {
@@ -82,6 +84,10 @@ class PooledEngine:
         limits = pooling_limits(limits, runner.limits, self.pooling)
         cache = PrefixCache(num_pages=limits.num_pages, page_size=limits.page_size, enabled=False)
         self.queues = Queues(limits)
+        self.features: dict[str, np.ndarray] = {}
+        """By path: what items of media have."""
+        if runner.limits.media is not None:
+            self.queues.media = MediaAccount(runner.limits.media, lambda each: self.features[each.path])
         self.loop = Loop(
             runner=runner, queues=self.queues, cache=cache, limits=limits, inbox=self, outbox=self,
             depth=1, strict=True,
@@ -102,6 +108,17 @@ class PooledEngine:
                 assert extra.end is not None
                 assert request not in self.ends, "a request ends once"
                 self.ends[request] = (extra.end, np.frombuffer(extra.embedding, "<f4"))
+
+    def submit_placed(self, placed: Placed, positions: bytes = b"") -> int:
+        """A prompt with media, whose features are in `features`."""
+        self.next_id += 1
+        self.incoming.append(
+            Generate(
+                id=self.next_id, rid=str(self.next_id), prompt=pack_ids(placed.ids), sampling=SamplingParams(), pool="embed",
+                media=placed.items, positions=positions,
+            )
+        )  # fmt: skip
+        return self.next_id
 
     def submit(self, texts: Sequence[Sequence[int]], second_at: Sequence[int] | None = None) -> list[int]:
         ids = []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.engine_client import PoolOptions
-from bough.engine_client.pool_texts import WHOLE, Input
+from bough.engine_client.media_fields import native_media, processor_options
+from bough.engine_client.pool_texts import WHOLE, Input, MediaText
 from bough.engine_client.request import priority_of
-from bough.entrypoints.http.pooling.schema import Inputs, PoolingBody
+from bough.entrypoints.http.openai.messages import check_messages
+from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, Inputs, MixedInput, PoolingBody
 from bough.entrypoints.http.replies import caller_of, deadline_of
 
 
@@ -57,6 +61,61 @@ def inputs_of(given: Inputs, param: str = "input") -> list[Input]:
     )
 
 
-def usage(prompt_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+def mixed_inputs(asked: EmbeddingsRequest, kinds: Collection[str]) -> list[Input]:
+    """All forms that /v1/embeddings takes. `kinds`: the media that the model takes. Raises `InvalidRequest`."""
+    if (asked.input is None) == (asked.messages is None):
+        raise InvalidRequest(
+            what="input is missing" if asked.input is None else "input and messages were both given",
+            why="a request has one of them",
+            fix="send input, or messages",
+            param="input",
+        )
+    options = processor_options(asked.mm_processor_kwargs)
+    if asked.messages is not None:
+        messages, media = check_messages(asked.messages, kinds, options)
+        text = "\n".join(texts_of(messages))
+        return [MediaText(text, media) if media else text]
+    given = [asked.input] if isinstance(asked.input, MixedInput) else asked.input
+    assert given is not None, "one of them is there"
+    if isinstance(given, str) or not any(isinstance(each, MixedInput) for each in given):
+        return inputs_of(cast(Inputs, given))
+    bounds.count("embeddings", given, "input")
+    return [_mixed(each, f"input[{at}]", options) for at, each in enumerate(given)]
+
+
+def _mixed(given: str | int | list[int] | MixedInput, where: str, options: Mapping[str, Any]) -> Input:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, MixedInput):
+        raise InvalidRequest(
+            what=f"{where} is token ids among other inputs",
+            why="texts and objects go together, token ids don't",
+            fix="send texts, or a request for the token ids alone",
+            param=where,
+        )
+    fields = {"image_data": given.image, "video_data": given.video, "audio_data": given.audio}
+    media = native_media({**fields, "mm_processor_kwargs": options})
+    if media:
+        return MediaText(given.text or "", tuple(replace(each, param=f"{where}.{each.kind}") for each in media))
+    if given.text is None:
+        raise InvalidRequest(
+            what=f"{where} is empty", why="it must have a text or media", fix="send text or image", param=where
+        )
+    return given.text
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is text in checked messages, in order."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        found += [part["text"] for part in parts if part["type"] == "text"]
+    return found
+
+
+def usage(prompt_tokens: int, cached_tokens: int = 0, media_tokens: Mapping[str, int] | None = None) -> dict[str, Any]:
     told: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
-    return {**told, "prompt_tokens_details": {"cached_tokens": cached_tokens}} if cached_tokens else told
+    details = {"cached_tokens": cached_tokens} if cached_tokens else {}
+    details |= {f"{kind}_tokens": count for kind, count in (media_tokens or {}).items()}
+    return {**told, "prompt_tokens_details": details} if details else told

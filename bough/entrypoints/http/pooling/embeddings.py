@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from typing import Any
 
 from starlette.requests import Request
@@ -10,12 +11,13 @@ from starlette.responses import Response
 
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
+from bough.engine_client.media_fields import NATIVE_MEDIA
 from bough.engine_client.pooled_native import native_inputs, native_pooled
 from bough.engine_client.scores import Floats, as_weights
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
-from bough.entrypoints.http.pooling.common import inputs_of, options_of, usage
+from bough.entrypoints.http.pooling.common import mixed_inputs, options_of, usage
 from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, EncodeRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
@@ -41,7 +43,7 @@ def embeddings(service: Service) -> Handler:
         options = options_of(
             asked, request, prompt_name=asked.prompt_name, add_special_tokens=asked.add_special_tokens
         )  # fmt: skip
-        work = pooler.embed(inputs_of(asked.input), options, dimensions=asked.dimensions)
+        work = pooler.embed(mixed_inputs(asked, facts.media), options, dimensions=asked.dimensions)
         found = await client_of(request).wait_for(work)
         data = [
             {
@@ -51,10 +53,11 @@ def embeddings(service: Service) -> Handler:
             }
             for at, each in enumerate(found)
         ]
-        tokens = sum(each.prompt_tokens for each in found)
-        return json_reply(
-            {"object": "list", "data": data, "model": name, "usage": usage(tokens)}, headers=body.headers()
-        )
+        media: Counter[str] = Counter()
+        for each in found:
+            media.update(each.media_tokens)
+        used = usage(sum(each.prompt_tokens for each in found), media_tokens=media)
+        return json_reply({"object": "list", "data": data, "model": name, "usage": used}, headers=body.headers())
 
     return handle
 
@@ -81,7 +84,8 @@ def _native(service: Service, *tasks: Any) -> Handler:
         body = await read_json(request, EncodeRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
         facts = pooler.needs(*tasks)
-        inputs, single = native_inputs(asked.text, asked.input_ids)
+        media = {name: getattr(asked, name) for name in (*NATIVE_MEDIA, "mm_processor_kwargs")}
+        inputs, single = native_inputs(asked.text, asked.input_ids, media)
         bounds.count("embeddings", inputs, "text")
         options = options_of(asked, request, prompt_name=asked.prompt_name)
         if asked.dimensions is not None:

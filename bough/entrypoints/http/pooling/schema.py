@@ -12,6 +12,16 @@ Inputs = str | list[str | int | list[int]]
 """A text, token ids, or a list of either."""
 
 
+class MixedInput(Struct, kw_only=True):
+    """An input of a text, media, or both."""
+
+    text: str | None = None
+    image: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    """A URL, base64, or an object with a `url`; several in a list."""
+    video: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    audio: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+
+
 class PoolingBody(Struct, kw_only=True):
     """What every pooling route takes."""
 
@@ -28,7 +38,10 @@ class PoolingBody(Struct, kw_only=True):
 class EmbeddingsRequest(PoolingBody, kw_only=True):
     """POST /v1/embeddings."""
 
-    input: Inputs
+    input: str | list[str | int | list[int] | MixedInput] | MixedInput | None = None
+    messages: list[dict[str, Any]] | None = None
+    """A chat as one input, in place of `input`: texts and media in parts of messages."""
+    mm_processor_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
@@ -41,6 +54,11 @@ class EncodeRequest(PoolingBody, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
+    image_data: Any = None
+    """As in /generate: a URL, base64, or a list; of a batch, one entry for each text."""
+    video_data: Any = None
+    audio_data: Any = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
     sampling_params: dict[str, Any] | None = None
