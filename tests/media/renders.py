@@ -8,15 +8,15 @@ from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-SIDE = 64
-"""Pixels."""
+SIDE = 32
+"""Pixels: as few as a digit on a shape can be read from, so that the model is trained on one core."""
 COLOURS = {
-    "red": (205, 30, 35),
-    "green": (30, 150, 60),
-    "blue": (35, 70, 205),
-    "yellow": (235, 210, 40),
-    "purple": (140, 45, 170),
-    "white": (245, 245, 245),
+    "red": (230, 60, 60),
+    "green": (60, 190, 80),
+    "blue": (80, 130, 250),
+    "yellow": (240, 220, 60),
+    "purple": (190, 90, 220),
+    "white": (248, 248, 248),
 }
 SHAPES = ("circle", "square", "triangle", "diamond")
 QUESTIONS = {
@@ -47,10 +47,10 @@ def draw_scene(rng: random.Random) -> Scene:
 def render(scene: Scene) -> Image.Image:
     """The picture of a scene, always the same."""
     rng = random.Random(f"{scene}")
-    shade = rng.randrange(40, 130)
+    shade = rng.randrange(110, 150)
     image = Image.new("RGB", (SIDE, SIDE), tuple(shade + rng.randrange(-12, 13) for _ in range(3)))
     draw = ImageDraw.Draw(image)
-    x, y, r = SIDE / 2 + rng.uniform(-4, 4), SIDE / 2 + rng.uniform(-4, 4), rng.uniform(22, 27)
+    x, y, r = SIDE / 2 + rng.uniform(-1.5, 1.5), SIDE / 2 + rng.uniform(-1.5, 1.5), rng.uniform(11.5, 13.5)
     fill = tuple(min(255, max(0, each + rng.randrange(-10, 11))) for each in COLOURS[scene.colour])
     if scene.shape == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill)
@@ -60,9 +60,8 @@ def render(scene: Scene) -> Image.Image:
         draw.polygon([(x, y - 1.2 * r), (x - 1.1 * r, y + 0.9 * r), (x + 1.1 * r, y + 0.9 * r)], fill)
     else:
         draw.polygon([(x, y - 1.2 * r), (x + 1.2 * r, y), (x, y + 1.2 * r), (x - 1.2 * r, y)], fill)
-    font = _font(rng.randint(27, 33))
-    place = (x + rng.uniform(-2, 2), y + rng.uniform(0, 3))
-    draw.text(place, scene.digit, (0, 0, 0) if sum(fill) > 380 else (255, 255, 255), font, anchor="mm")
+    place = (x + rng.uniform(-0.5, 0.5), y + rng.uniform(0, 1))
+    draw.text(place, scene.digit, (0, 0, 0), _font(rng.randint(18, 20)), anchor="mm")
     return image
 
 

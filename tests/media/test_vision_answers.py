@@ -27,9 +27,6 @@ from bough.tokenizer import Tokenizer
 from bough.tokenizer.load import load_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "golden" / "vision"
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / "model.safetensors").exists(), reason="the model is trained by tests/media/train_vision.py"
-)
 PLAIN = Setup(overlap=False, radix_cache=False)
 CHUNKED = Setup(chunk_tokens=7, page_size=4)
 
@@ -95,12 +92,13 @@ def test_it_is_small() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 4 * 2**20
 
 
-def test_answers_about_new_scenes_are_right() -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.long)])
+def test_answers_about_new_scenes_are_right(count: int) -> None:
     seen = trained()
     engine = seen.engine(PLAIN)
-    answers = seen.ask(engine, [seen.prompt(scene, question) for scene, question, _ in asked(200)])
-    right = [answer == scene.answer(kind) for answer, (scene, _, kind) in zip(answers, asked(200), strict=True)]
-    assert sum(right) >= 190, f"{sum(right)} of 200"
+    answers = seen.ask(engine, [seen.prompt(scene, question) for scene, question, _ in asked(count)])
+    right = [answer == scene.answer(kind) for answer, (scene, _, kind) in zip(answers, asked(count), strict=True)]
+    assert sum(right) >= 0.95 * count, f"{sum(right)} of {count}"
     assert len(set(answers)) >= 18, "digits, shapes and colours are all named"
 
 
