@@ -36,7 +36,7 @@ class Vit(nn.Module):
         return self.tokens(pixels)[:, first : first + facts.side**2]
 
     def tokens(self, pixels: Tensor) -> Tensor:
-        """The same with the class token before the patches, where there is one: [N, S, D]."""
+        """The same with the class token, where there is one: [N, S, D]."""
         facts = self.facts
         side, patch, hidden = facts.side, facts.patch, facts.block.hidden
         count = len(pixels)
