@@ -4,7 +4,8 @@ tests/models/test_fp8_kv.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import proposing
 import pytest
@@ -29,7 +30,9 @@ AXES = {
     "company": ["alone", "batch", "cached", "retracted", "tiny pool"],
     "drafts": ["none", "ngram", "device"],
     "kv": ["int8", "int4", "fp8"],
+    "family": ["llama", "gemma3"],
 }
+COVER = pairwise_cover(AXES)
 KINDS = {
     "exact": {},
     "int8": {"code_bits": 8},
@@ -38,31 +41,38 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def family(request, tmp_path_factory) -> tuple[Model, dict[str, list[list[int]]], dict[str, DraftsOnDevice]]:
-    """A tiny model, its answers to PROMPTS by kind of keys and values, and what drafts for it on the device."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    make_tiny(request.param, folder)
-    model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
-    plain = {
-        kind: [
-            InProcess(model, 131, Setup(overlap=False, radix_cache=False, **options)).generate([each], greedy)[0]
-            for each in PROMPTS
-        ]
-        for kind, options in KINDS.items()
-    }
-    assert request.param == "gemma3" or plain["exact"] != plain["int4"], "4 bits were really used"
-    drafts = proposing.eagle3(folder, model) if request.param == "gemma3" else proposing.itself(folder, 131)
-    return model, plain, {"device": drafts}
+Family = tuple[Model, dict[str, list[list[int]]], dict[str, DraftsOnDevice]]
+"""A tiny model, its answers to PROMPTS by kind of keys and values, and what drafts for it on the device."""
 
 
-@pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
-def test_every_pair_of_features_keeps_the_answer(family, number):
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Makes each family once."""
+
+    @cache
+    def make(name: str) -> Family:
+        folder = tmp_path_factory.mktemp(name)
+        make_tiny(name, folder)
+        model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
+        plain = {
+            kind: [
+                InProcess(model, 131, Setup(overlap=False, radix_cache=False, **options)).generate([each], greedy)[0]
+                for each in PROMPTS
+            ]
+            for kind, options in KINDS.items()
+        }
+        assert name == "gemma3" or plain["exact"] != plain["int4"], "4 bits were really used"
+        drafts = proposing.eagle3(folder, model) if name == "gemma3" else proposing.itself(folder, 131)
+        return model, plain, {"device": drafts}
+
+    return make
+
+
+@pytest.mark.parametrize("number", range(len(COVER)))
+def test_every_pair_of_features_keeps_the_answer(family_of, number):
     """In the plain runs of FP8 every prompt is the first one, and has scales of its own: answers don't depend on them."""
-    model, plain, drafts = family
-    combination = pairwise_cover(AXES)[number]
-    expected = plain[combination["kv"]]
-    options = {**combination, **KINDS[combination["kv"]]}
-    del options["kv"]
-    assert answers_of(model, options, expected, drafts) == expected, combination
+    combination = dict(COVER[number])
+    model, plain, drafts = family_of(combination.pop("family"))
+    kind = combination.pop("kv")
+    assert answers_of(model, {**combination, **KINDS[kind]}, plain[kind], drafts) == plain[kind], COVER[number]

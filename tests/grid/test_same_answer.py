@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from itertools import combinations
-from pathlib import Path
 
 import proposing
 import pytest
@@ -34,6 +35,9 @@ AXES = {
     "drafts": ["none", "ngram", "known", "adaptive", "device"],
     "frees_windows": [True, False],
 }
+FAMILIES = ["llama", "gemma3", "qwen3_moe"]
+COVER = pairwise_cover({**AXES, "family": FAMILIES})
+"""Every pair of features on some family, every feature on every family; all pairs on all families are long."""
 
 # Flags that change how an answer is computed -> the axis that switches them.
 FLAG_AXES = {
@@ -96,33 +100,54 @@ OTHER_FLAGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_moe"])
-def family(request, tmp_path_factory) -> tuple[Model, list[list[int]], dict[str, DraftsOnDevice]]:
-    """A tiny model, transformers' greedy answers to PROMPTS, and what drafts for it on the device."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    reference = make_tiny(request.param, folder)
-    model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
-    answers = []
-    for prompt in PROMPTS:
-        out = reference.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        answers.append(out[0, len(prompt) :].tolist())
-    drafts = proposing.eagle3(folder, model) if request.param == "gemma3" else proposing.itself(folder, 131)
-    return model, answers, {"device": drafts}
+Family = tuple[Model, list[list[int]], dict[str, DraftsOnDevice]]
+"""A tiny model, transformers' greedy answers to PROMPTS, and what drafts for it on the device."""
 
 
-@pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
-def test_every_pair_of_features_keeps_the_answer(family, number):
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Makes each family once."""
+
+    @cache
+    def make(name: str) -> Family:
+        folder = tmp_path_factory.mktemp(name)
+        reference = make_tiny(name, folder)
+        model = build_model(open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+        answers = []
+        for prompt in PROMPTS:
+            out = reference.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            answers.append(out[0, len(prompt) :].tolist())
+        drafts = proposing.eagle3(folder, model) if name == "gemma3" else proposing.itself(folder, 131)
+        return model, answers, {"device": drafts}
+
+    return make
+
+
+def check(family: Family, combination: dict[str, object]) -> None:
     model, expected, drafts = family
-    combination = pairwise_cover(AXES)[number]
     assert answers_of(model, combination, expected, drafts) == expected, combination
 
 
-def test_scores_stay_under_chunks_hits_and_batches(family):
+@pytest.mark.parametrize("number", range(len(COVER)))
+def test_every_pair_of_features_keeps_the_answer(family_of, number):
+    combination = dict(COVER[number])
+    check(family_of(combination.pop("family")), combination)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("number", range(len(pairwise_cover(AXES))))
+def test_every_pair_of_features_keeps_the_answer_of_every_family(family_of, number, name):
+    check(family_of(name), pairwise_cover(AXES)[number])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_stay_under_chunks_hits_and_batches(family_of, name):
     """Log-probabilities of prompt and output, against the plainest run."""
-    model, _, drafts = family
+    model, _, drafts = family_of(name)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=4)
     spec = LogprobSpec(start=3, top=2)
 
@@ -152,10 +177,10 @@ def test_scores_stay_under_chunks_hits_and_batches(family):
 
 
 def test_the_cover_has_every_pair():
-    rows = pairwise_cover(AXES)
-    for a, b in combinations(AXES, 2):
-        seen = {(row[a], row[b]) for row in rows}
-        assert len(seen) == len(AXES[a]) * len(AXES[b])
+    axes = {**AXES, "family": FAMILIES}
+    for a, b in combinations(axes, 2):
+        seen = {(row[a], row[b]) for row in COVER}
+        assert len(seen) == len(axes[a]) * len(axes[b])
 
 
 def test_every_flag_of_the_engine_is_on_the_grid_or_excused():
