@@ -247,7 +247,8 @@ def _nextn(draft: Checkpoint, target: ModelFacts) -> DraftFacts:
     count = fields.count("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", default=1)
     _same_vocab(draft, fields.count("vocab_size"), target)
     _same_width(draft, fields.count("hidden_size"), target)
-    attending = [layer for layer in target.layers if layer.kv_mixers]  # models with states may end otherwise
+    # Models with states may end otherwise; and what shares the choice of a layer before has none before it here.
+    attending = [layer for layer in target.layers if layer.kv_mixers and not layer.shares_choice]
     model = replace(target, layers=tuple(attending[-1:]) * count, tie_embeddings=True)
     hidden_first = target.architecture.startswith("MiMo")
     return DraftFacts(

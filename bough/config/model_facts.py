@@ -156,6 +156,30 @@ class Gqa:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Scores the tokens before a query: the sum over narrow heads of weight * relu(query . key). All heads share a token's
+    key, which is kept beside its latent."""
+
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+    """How the pairs that are rotated, the first ones, stand: side by side, or half of them apart."""
+
+    def num_parameters(self, hidden: int, q_rank: int) -> int:
+        return q_rank * self.num_heads * self.head_dim + hidden * (self.head_dim + self.num_heads) + 2 * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """A query reads no more than some of the tokens before it (DeepSeek sparse attention)."""
+
+    topk: int
+    """How many: those with the best scores."""
+    indexer: Indexer | None
+    """None: those that the nearest layer before has chosen that has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mla:
     """Attention over latents: of each token a vector is kept, from which every head makes its key and value, and one rotated
     key that all heads share."""
@@ -179,6 +203,8 @@ class Mla:
     bias: bool = False
     """Of the projections down to latents and of the last one."""
     temperature: Temperature | None = None
+    sparse: Sparse | None = None
+    """None: a query reads all tokens before it."""
 
     causal: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1
@@ -192,8 +218,14 @@ class Mla:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Values that a token leaves in the KV cache."""
-        return (self.kv_values,)
+        """Values that a token leaves in the KV cache: its latent with the rotated key, and the key that is scored."""
+        indexer = self.indexer
+        return (self.kv_values,) if indexer is None else (self.kv_values, indexer.head_dim)
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """What chooses tokens in this layer; None: nothing does."""
+        return None if self.sparse is None else self.sparse.indexer
 
     @property
     def head_dim(self) -> int:
@@ -202,8 +234,10 @@ class Mla:
 
     @property
     def projected(self) -> int:
-        """Values of a token's queries, as heads read latents with them, and of its latent."""
-        return (self.num_heads + 1) * self.kv_values
+        """Values of a token's queries, as heads read latents with them, and of its latent; and those of its indexer."""
+        indexer = self.indexer
+        scored = 0 if indexer is None else (indexer.num_heads + 1) * indexer.head_dim
+        return (self.num_heads + 1) * self.kv_values + scored
 
     def num_parameters(self, hidden: int) -> int:
         queries = self.num_heads * self.head_dim
@@ -214,6 +248,8 @@ class Mla:
         total += self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim) + self.num_heads * self.v_dim * hidden
         if self.bias:
             total += (self.q_rank or 0) + self.kv_values + hidden
+        if self.indexer is not None:
+            total += self.indexer.num_parameters(hidden, self.q_rank or hidden)
         return total
 
 
@@ -397,6 +433,12 @@ class LayerFacts:
         return tuple(each for each in self.mixers if isinstance(each, KvMixer)) if self.kv_from is None else ()
 
     @property
+    def shares_choice(self) -> bool:
+        """Whether it reads the tokens that a layer before it has chosen."""
+        mixers = [each for each in self.mixers if isinstance(each, Mla)]
+        return any(each.sparse is not None and each.indexer is None for each in mixers)
+
+    @property
     def state_mixers(self) -> tuple[StateMixer, ...]:
         """Those that keep a state."""
         return tuple(each for each in self.mixers if isinstance(each, StateMixer))
@@ -511,6 +553,11 @@ class ModelFacts:
     def shares_kv(self) -> bool:
         """Whether some layers read the KV of others."""
         return any(layer.kv_from is not None for layer in self.layers)
+
+    @property
+    def topk(self) -> int:
+        """Tokens that a query reads at most, in layers that choose them; 0: none does."""
+        return max((mixer.sparse.topk for mixer in self.mixers if isinstance(mixer, Mla) and mixer.sparse), default=0)
 
     @property
     def reads_media(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from bough.config.fields import Fields
@@ -15,6 +16,7 @@ from bough.config.model_facts import (
     Dense,
     FeedForward,
     Gqa,
+    Indexer,
     LayerFacts,
     Mixer,
     Mla,
@@ -22,6 +24,7 @@ from bough.config.model_facts import (
     Moe,
     NormFacts,
     Scored,
+    Sparse,
 )
 from bough.config.rope_facts import RopeFacts, rope_facts
 from bough.core.errors import ConfigError
@@ -162,6 +165,36 @@ def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True, eps: 
         bias=fields.flag("attention_bias"),
     )
     return [one] * num_layers(fields)
+
+
+def sparse(
+    fields: Fields, mixers: Sequence[Mla], indexers: Sequence[bool], *, heads: int, interleaved: bool
+) -> list[Mla]:
+    """Attention over latents in which queries read the tokens alone that an indexer chooses. `indexers`: by layer, whether
+    it has one, or takes the choice of the layer before. `heads`: of an indexer, where the config names none. `interleaved`:
+    how it rotates."""
+    indexer = Indexer(
+        num_heads=fields.count("index_n_heads", default=heads),
+        head_dim=fields.count("index_head_dim", default=128),
+        interleaved=interleaved,
+    )
+    topk = fields.count("index_topk", default=2048)
+    if not indexers[0]:
+        raise ConfigError(
+            what="the model's config gives its first layer no indexer",
+            why="there is no choice of a layer before that it could share",
+            fix="check indexer_types in config.json",
+        )
+    if indexer.head_dim < mixers[0].rope_dim:
+        raise ConfigError(
+            what=f"the model's config has an index_head_dim of {indexer.head_dim}",
+            why=f"the first {mixers[0].rope_dim} numbers (qk_rope_head_dim) are rotated",
+            fix="check config.json",
+        )
+    return [
+        replace(mixer, sparse=Sparse(topk=topk, indexer=indexer if own else None))
+        for mixer, own in zip(mixers, indexers, strict=True)
+    ]
 
 
 def is_causal(fields: Fields) -> bool:

@@ -40,6 +40,8 @@ SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
 """Prompt positions whose logits exist at the same time, by device."""
 PENALISED_AT_ONCE = 1 << 22
 """Logits for which penalties are worked out at the same time."""
+INDEX_PAIRS = 1 << 24
+"""Scores of (query, token) pairs that exist at once where queries choose tokens."""
 GATHERED_KEYS = 1 << 16
 """Maximum number of keys that attention in plain torch copies out of their pages at the same time, unless one row has
 more."""
@@ -125,6 +127,8 @@ class ModelPlanFacts:
     kv_page_multiple: int = 1
     no_kv_codes: str = ""
     """Why its keys and values can't be kept in whole numbers; empty: they can."""
+    topk: int = 0
+    """Tokens that a query reads at most, in layers that choose them; 0: none does."""
     tower: TowerFacts | None = None
     """What turns media into embeddings, if the model does."""
     weight_share: float | None = None
@@ -745,6 +749,8 @@ def activation_bytes(
     if gathers:
         keys = max(gathers, GATHERED_KEYS)
         layer += ATTENTION_MASK_BYTES + 2 * keys * (model.attention_width // ranks) * item_bytes
+    if model.topk:
+        layer += 4 * step_tokens * model.topk + 3 * 4 * INDEX_PAIRS
     hidden = 2 * step_tokens * model.hidden_size * item_bytes
     sampled = model.vocab_size * min(rows + drafts, step_tokens)
     copies = 4 * 4 * sampled

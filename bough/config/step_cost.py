@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bough.config.layout import Layout
-from bough.config.model_facts import Cross, Gqa, LayerFacts, Mixer, ModelFacts, Moe
+from bough.config.model_facts import Cross, Gqa, LayerFacts, Mixer, Mla, ModelFacts, Moe
 from bough.config.shares import rank_ffn, rank_kv_values, rank_mixer, rank_parameters, stage_layers
 from bough.config.state_facts import StateMixer
 from bough.core.errors import ConfigError
@@ -215,7 +215,10 @@ class FleetModel:
                 total += self._cross_s(mine, load)
                 continue
             seen = self._seen(mixer, load) / self.layout.cp
-            read = seen * load.read_tokens * sum(mine.planes) * self.kv_bytes
+            kept = seen * sum(mine.planes)
+            if isinstance(mine, Mla) and mine.indexer is not None:  # it scores all tokens
+                kept += (1 - seen) * mine.indexer.head_dim
+            read = load.read_tokens * kept * self.kv_bytes
             width = mine.head_dim + mine.value_dim if isinstance(mine, Gqa) else 2 * mine.kv_rank + mine.rope_dim
             operations = 2 * seen * load.pairs * mine.num_heads * width
             total += max(
@@ -235,11 +238,14 @@ class FleetModel:
 
     @staticmethod
     def _seen(mixer: Mixer, load: StepLoad) -> float:
-        """The part of keys that a window leaves, for a mean row."""
-        if not isinstance(mixer, Gqa) or mixer.window is None or not load.tokens:
+        """The part of keys that a window, or a choice, leaves for a mean row."""
+        most = mixer.window if isinstance(mixer, Gqa) else None
+        if isinstance(mixer, Mla) and mixer.sparse is not None:
+            most = mixer.sparse.topk
+        if most is None or not load.tokens:
             return 1.0
         mean = max(1.0, load.pairs / load.tokens)
-        return min(1.0, mixer.window / mean)
+        return min(1.0, most / mean)
 
     def _ffn_s(self, layer: LayerFacts, load: StepLoad, rank: int) -> float:
         if layer.ffn is None:

@@ -323,10 +323,7 @@ def make_runner(
         specs, ropes = specs + attention_specs(drafts.network), ropes + drafts.facts.model.ropes
     own = len(specs) if drafts is None else len(specs) - len(drafts.facts.model.kv_mixers)
     drafted_dtype = DTYPES.get(config.speculative.speculative_draft_kv_cache_dtype)
-    shapes = [
-        KVShape(s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent, drafted_dtype if at >= own else None)
-        for at, s in enumerate(specs)
-    ]
+    shapes = [KVShape.of(spec, drafted_dtype if at >= own else None) for at, spec in enumerate(specs)]
     scales = scales.padded(len(specs))
     values = [
         k if spec.latent else v for spec, k, v in zip(specs, scales.keys, scales.values, strict=bool(scales.keys))

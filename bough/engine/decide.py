@@ -14,6 +14,7 @@ from bough.config.model_facts import Cross, Gqa, Mla, ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
 from bough.config.resolve import MachineFacts, Resolved, resolve
 from bough.config.sharded import check_shards
+from bough.config.shares import stage_layers
 from bough.core.errors import ConfigError
 from bough.engine.draft import Draft, draft_of, with_draft
 from bough.engine.expert_plan import plan_experts
@@ -107,6 +108,28 @@ def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | N
             )
 
 
+def _check_sparse(config: Config, facts: ModelFacts) -> None:
+    """What models can't do whose queries read chosen tokens."""
+    parallel = config.parallel
+    if parallel.attn_cp_size > 1:
+        raise ConfigError(
+            what=f"--attn-cp-size does not work with {facts.architecture}",
+            why="each query reads the best tokens of its whole context, of which a rank would have a part",
+            fix="use --tp-size or --attn-dp-size instead",
+            param="attn_cp_size",
+        )
+    layout = Layout.of(parallel)
+    for stage in range(layout.pp):
+        first = stage_layers(facts.num_layers, layout.pp, stage, layout.stage_sizes).start
+        if facts.layers[first].shares_choice:
+            raise ConfigError(
+                what=f"a stage of the pipeline can't begin with layer {first} of {facts.architecture}",
+                why="it reads the tokens that a layer before it chooses, on the same rank",
+                fix="cut the stages elsewhere with --pp-layer-partition, or use --tp-size",
+                param="pp_size",
+            )
+
+
 def _check_sharing(config: Config, facts: ModelFacts) -> None:
     """What models can't do whose layers read others' KV, or inputs that are made with the embeddings."""
     parallel = config.parallel
@@ -182,6 +205,8 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
         _check_stateful(config, facts, pooling)
     if facts.shares_kv or facts.per_layer is not None:
         _check_sharing(config, facts)
+    if facts.topk:
+        _check_sparse(config, facts)
     if config.model.dummy_routing == "uniform" and not any(isinstance(layer.ffn, Moe) for layer in facts.layers):
         raise ConfigError(
             what="dummy_routing is uniform, the model has no experts",

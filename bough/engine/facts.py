@@ -104,6 +104,7 @@ def plan_facts(
         weight_share=largest_share(facts, layout),
         kv=partial(_groups if frees_windows else _one_group, facts, layout),
         no_kv_codes=why_no_codes(facts),
+        topk=facts.topk,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from bough.kernels.attention.inputs import AttentionSpec, LatentMaps, RawLatents
+from bough.kernels.attention.inputs import AttentionSpec, IndexKeys, IndexQueries, LatentMaps, RawLatents
 
 __all__ = [
     "AttentionBackend",
@@ -17,8 +17,11 @@ __all__ = [
     "Batch",
     "BatchMedia",
     "BatchStates",
+    "ChoosingBackend",
     "CrossKv",
     "DraftedRows",
+    "IndexKeys",
+    "IndexQueries",
     "LatentBackend",
     "LatentMaps",
     "Model",
@@ -27,6 +30,7 @@ __all__ = [
     "StatePhase",
     "Taps",
     "attention_specs",
+    "chooses",
     "rotates",
     "takes_latents",
 ]
@@ -89,6 +93,19 @@ class LatentBackend(RotatingBackend, Protocol):
 
 def takes_latents(backend: AttentionBackend) -> TypeGuard[LatentBackend]:
     return hasattr(backend, "forward_latent")
+
+
+class ChoosingBackend(AttentionBackend, Protocol):
+    """An attention backend for layers whose queries read chosen tokens alone."""
+
+    def choose(self, spec: AttentionSpec, index: IndexQueries) -> None:
+        """Writes the keys of the step's tokens to the layer's pages, and chooses `spec.topk` tokens for each query. This
+        layer, and those after it up to the next that chooses, read no others."""
+        ...
+
+
+def chooses(backend: AttentionBackend) -> TypeGuard[ChoosingBackend]:
+    return hasattr(backend, "choose")
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 A head's product that would make keys is applied to its query instead, and the one that would make values to what it has
 read ("absorbed"): heads then read the latents as they are, as one shared key whose first numbers are the value too. Backends
-that know latents may make keys and values of them where that is faster.
+that know latents may make keys and values of them where that is faster. Sparse layers read the latents of tokens alone that
+an indexer has chosen.
 
 T tokens, D width, N heads, R width of a latent, E width of the rotated part, C width of the rest of a head's query, V width
 of a head's value.
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bough.config.model_facts import Mla
+from bough.core.errors import ConfigError
 from bough.layers.attention import growth
-from bough.layers.batch import AttentionSpec, Batch, RawLatents, rotates, takes_latents
+from bough.layers.batch import AttentionSpec, Batch, RawLatents, chooses, rotates, takes_latents
 from bough.layers.build import Build
+from bough.layers.indexer import TokenIndexer
 from bough.layers.linear import HeadsLinear, ReplicatedLinear, RowLinear
 from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.rotary import Rope
@@ -37,6 +40,15 @@ class LatentAttention(nn.Module):
         axis = build.mesh.heads
         mine = axis.slice(facts.num_heads, "attention heads")
         self.num_heads: int = mine.stop - mine.start
+        self.indexer: TokenIndexer | None = None
+        if facts.indexer is not None:
+            if facts.q_rank is None or rope is None:
+                raise ConfigError(
+                    what="the model's config describes an indexer that has nothing to read",
+                    why="it reads what queries are made from (q_lora_rank), and positions",
+                    fix="check config.json",
+                )
+            self.indexer = TokenIndexer(facts.indexer, hidden, facts.q_rank, rope, build)
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=self.num_heads,
@@ -45,6 +57,8 @@ class LatentAttention(nn.Module):
             v_head_dim=facts.kv_rank,
             scale=facts.scale,
             latent=True,
+            topk=0 if facts.sparse is None else facts.sparse.topk,
+            index=None if self.indexer is None else self.indexer.kept,
         )
         self.q_down: ReplicatedLinear | None = None
         if facts.q_rank is not None:
@@ -69,6 +83,9 @@ class LatentAttention(nn.Module):
         if self.facts.temperature is not None:
             q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
         kv_TX = self.kv_down(x_TD)
+        if self.indexer is not None:
+            assert chooses(backend), "who serves such models has a backend that does"
+            backend.choose(self.spec, self.indexer(x_TD, query_TP, batch))
         norm = self.kv_norm
         if self.rope is not None and isinstance(norm, RMSNorm) and takes_latents(backend):
             raw = RawLatents(

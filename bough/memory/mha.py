@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bough.core.kv import KvGroup
+from bough.kernels.attention.inputs import AttentionSpec, IndexKeys
 from bough.kernels.kv_codes import Ranges, code_width, decode, encode
 from bough.kernels.pages import copy_pages
 from bough.kernels.pages.reference import copy_pages as gather_pages
@@ -32,11 +33,19 @@ class KVShape:
     """Values are the first `v_dim` numbers of keys, and take no room of their own; keys are rotated behind them."""
     dtype: torch.dtype | None = None
     """None: the pool's."""
+    index: IndexKeys | None = None
+    """The key that tokens are chosen by; None: there is none."""
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, dtype: torch.dtype | None = None) -> KVShape:
+        """What a layer of attention keeps."""
+        return cls(spec.num_kv_heads, spec.head_dim, spec.v_width, spec.latent, dtype, spec.index)
 
     @property
     def kept(self) -> int:
         """Numbers of a token."""
-        return self.num_kv_heads * (self.k_dim if self.latent else self.k_dim + self.v_dim)
+        chosen_by = 0 if self.index is None else self.index.dim
+        return self.num_kv_heads * (self.k_dim if self.latent else self.k_dim + self.v_dim) + chosen_by
 
 
 def _lines(groups: Sequence[KvGroup], num_layers: int) -> tuple[int, ...] | None:
@@ -94,6 +103,8 @@ class KVPool:
         self.dtype = torch.uint8 if code_bits else dtype
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.index: list[Tensor | None] = []
+        """By layer: keys that tokens are chosen by, [pages, page size, 1, width]; None: it keeps none."""
         self.ranges: list[Ranges] = []
         """By layer, where keys and values are codes."""
         self.stores: list[Tensor] = []
@@ -119,12 +130,15 @@ class KVPool:
                 planes += [(page, torch.int32)] * 2
             else:
                 planes = [((*page, width), shape.dtype or dtype) for width in widths]
+            if shape.index is not None:
+                planes.append(((*page[:2], 1, shape.index.dim), shape.dtype or dtype))
             kept = made[line, place] = [
                 self._store(size, kind, device, None if below is None else below[plane])
                 for plane, (size, kind) in enumerate(planes)
             ]
             self.keys.append(kept[0])
             self.values.append(kept[0][..., : shape.v_dim] if shape.latent else kept[1])
+            self.index.append(None if shape.index is None else kept[-1])
             if code_bits:
                 self.ranges.append(Ranges(kept[2], kept[3]))
 
@@ -148,7 +162,8 @@ class KVPool:
         values = [
             values for values, shape in zip(self.values[layers], self._shapes[layers], strict=True) if not shape.latent
         ]
-        return [*self.keys[layers], *values, *(each for pair in self.ranges[layers] for each in pair)]
+        index = [each for each in self.index[layers] if each is not None]
+        return [*self.keys[layers], *values, *index, *(each for pair in self.ranges[layers] for each in pair)]
 
     def copy_pages(self, source_M: npt.NDArray[np.int32], target_M: npt.NDArray[np.int32]) -> None:
         """Copies whole pages in every layer; all are read before any is written."""
@@ -171,14 +186,11 @@ class KVPool:
             if not shape.latent:
                 flat = _indexable(values.flatten(0, 1))
                 flat[target_M] = flat[source_M]
-            flat = _indexable(keys.flatten(0, 1))
-            moved_MKH = flat[source_M]
-            if turn is not None:
-                for begin in range(0, len(moved_MKH), _TURNED_AT_ONCE):
-                    piece = slice(begin, begin + _TURNED_AT_ONCE)
-                    turned = moved_MKH[piece].view(keys.dtype)[..., shape.v_dim if shape.latent else 0 :]
-                    turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
-            flat[target_M] = moved_MKH
+            _move(keys, source_M, target_M, turn, shape.v_dim if shape.latent else 0)
+            index = self.index[layer]
+            if index is not None and shape.index is not None:
+                other = None if turn is None else Turn(turn.angles_MR, shape.index.interleaved)
+                _move(index, source_M, target_M, other, 0)
 
     def _move_codes(self, layer: int, source_M: Tensor, target_M: Tensor, turn: Turn | None) -> None:
         """`move_tokens` in a layer of codes. Keys that turn are opened and encoded anew."""
@@ -198,6 +210,18 @@ class KVPool:
             turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
             codes_MKH[piece], ranges_MK[piece] = encode(turned, self.code_bits)
         keys[target_M], k_ranges[target_M] = codes_MKH, ranges_MK
+
+
+def _move(keys: Tensor, source_M: Tensor, target_M: Tensor, turn: Turn | None, first: int) -> None:
+    """Copies the keys of single tokens, turned from their number `first` on."""
+    flat = _indexable(keys.flatten(0, 1))
+    moved_MKH = flat[source_M]
+    if turn is not None:
+        for begin in range(0, len(moved_MKH), _TURNED_AT_ONCE):
+            piece = slice(begin, begin + _TURNED_AT_ONCE)
+            turned = moved_MKH[piece].view(keys.dtype)[..., first:]
+            turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
+    flat[target_M] = moved_MKH
 
 
 def turn_pairs(k_MKH: Tensor, angles_MR: Tensor, interleaved: bool = False) -> None:

@@ -125,8 +125,10 @@ GROUPS: Final = (
         {
             "AXK1ForCausalLM": "skt/A.X-K1",
             "DeepseekV2ForCausalLM": "deepseek-ai/DeepSeek-V2-Lite-Chat, deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+            "DeepseekV32ForCausalLM": "deepseek-ai/DeepSeek-V3.2, deepseek-ai/DeepSeek-V3.2-Exp",
             "DeepseekV3ForCausalLM": "deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1, moonshotai/Kimi-K2-Instruct",
             "Glm4MoeLiteForCausalLM": "zai-org/GLM-4.7-Flash",
+            "GlmMoeDsaForCausalLM": "zai-org/GLM-5",
             "MiniCPM3ForCausalLM": "openbmb/MiniCPM3-4B",
             "Mistral4ForCausalLM": "the text part of mistralai/Mistral-Small-4-119B-2603",
             "YoutuForCausalLM": "tencent/Youtu-LLM-2B",
@@ -228,7 +230,8 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
   embed and score: see [embeddings](embeddings.md).
 - **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
   Llama 4 and Gemma 3n answer texts by their language models; they take no pictures yet.
-- **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3) are read over.
+- **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3 and V3.2) are read over, unless they draft
+  (`--speculative-algorithm NEXTN`).
 - **Windows** (Gemma, Mistral, gpt-oss, Llama 4's chunks ...) bound what attention reads and what is kept: pages behind a
   window are freed while a request runs, and a cached prefix needs its last window only, see
   [KV groups](decisions/kv_groups.md).
@@ -237,7 +240,11 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Latents** (MLA) keep `kv_lora_rank + qk_rope_head_dim` numbers per token and layer, on every rank.
 - **States**: layers of recurrent and hybrid models keep one state per request instead of KV of every token. A cached
   prefix ends where a state was saved; what does not work with states is in [KV groups](decisions/kv_groups.md).
-- DeepSeek V3.2's sparse attention, ChatGLM 1 to 3 and Baichuan are not served yet.
+- **Sparse attention** (DeepSeek V3.2, GLM-5): each query reads the `index_topk` tokens that an indexer scores best. Keys of
+  indexers are kept in pages beside the latents, see [latents](decisions/latents.md). Such models are not split by the tokens
+  of a sequence (`--attn-cp-size`), and a stage of a pipeline begins with a layer that has an indexer.
+- ChatGLM 1 to 3 and Baichuan are not served yet. Nor are models with hyper-connections and compressed KV (DeepSeek V4,
+  GLM-5.3).
 """
 
 

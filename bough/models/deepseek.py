@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bough.config import reading
 from bough.config.fields import Fields
-from bough.config.model_facts import ModelFacts
+from bough.config.model_facts import FeedForward, ModelFacts
 from bough.models.hf_names import CHOICE_BIAS, ENDS, EXPERTS, FEED_FORWARD, NORMS, SHARED_EXPERTS, in_layers
 from bough.models.makers import pre_norm
 from bough.weights.mapping import Beyond, Mapping
@@ -28,12 +28,15 @@ LATENTS = (
 )
 
 
-def read(config: Fields) -> ModelFacts:
+def feed_forwards(config: Fields) -> list[FeedForward]:
     groups = {"n_group": config.count("n_group", default=8), "topk_group": config.count("topk_group", default=4)}
     scale = config.number("routed_scaling_factor", default=2.5)
     experts = reading.grouped_sigmoid(config.put(**groups), scale=scale)
-    ffns = reading.dense_first(config, experts, default=3)
-    return reading.decoder(config, reading.mla(config), ffns, norm=reading.rms_norm(config))
+    return reading.dense_first(config, experts, default=3)
+
+
+def read(config: Fields) -> ModelFacts:
+    return reading.decoder(config, reading.mla(config), feed_forwards(config), norm=reading.rms_norm(config))
 
 
 WEIGHTS = Mapping(

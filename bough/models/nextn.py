@@ -65,9 +65,11 @@ _QWEN_NEXT: Final = NextnNames(
 )
 FAMILIES: Final[Lookup[str, NextnNames]] = {
     "BailingMoeV2ForCausalLM": _BAILING,
+    "DeepseekV32ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeForCausalLM": _DEEPSEEK,
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "GlmMoeDsaForCausalLM": _DEEPSEEK,
     "MiMoForCausalLM": _MIMO,
     "Qwen3NextForCausalLM": _QWEN_NEXT,
     "Qwen3_5ForCausalLM": _QWEN_NEXT,

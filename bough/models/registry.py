@@ -125,6 +125,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "DeepseekForCausalLM": "bough.models.deepseek_v1",
     "DeepseekV2ForCausalLM": "bough.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "bough.models.deepseek",
+    "DeepseekV32ForCausalLM": "bough.models.deepseek_v32",
+    "GlmMoeDsaForCausalLM": "bough.models.glm_moe_dsa",
     "Glm4MoeLiteForCausalLM": "bough.models.glm4_moe_lite",
     "MiniCPM3ForCausalLM": "bough.models.minicpm3",
     "YoutuForCausalLM": "bough.models.youtu",

@@ -353,6 +353,7 @@ class Drafting:
             max_kv=self.bounds.max_kv + more,
             k_caches=given.k_caches,
             v_caches=given.v_caches,
+            index_caches=given.index_caches,
             k_scales=given.k_scales,
             v_scales=given.v_scales,
             ranges=given.ranges,

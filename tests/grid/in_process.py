@@ -221,13 +221,7 @@ class InProcess:
             num_snapshots=setup.num_snapshots if keeps_states else None,
         )
         own = len(specs) - (0 if proposer is None else proposer.proposer.num_layers)
-        shapes = [
-            KVShape(
-                s.num_kv_heads, s.head_dim, s.v_head_dim or s.head_dim, s.latent,
-                setup.draft_kv_dtype if at >= own else None,
-            )
-            for at, s in enumerate(specs)
-        ]  # fmt: skip
+        shapes = [KVShape.of(spec, setup.draft_kv_dtype if at >= own else None) for at, spec in enumerate(specs)]
         pool = KVPool(
             shapes,
             self.limits.num_pages,

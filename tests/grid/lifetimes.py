@@ -47,6 +47,12 @@ LIFETIMES: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
     },
+    "chosen latents": {
+        "architectures": ["GlmMoeDsaForCausalLM"], **BASE, "num_key_value_heads": 8, "q_lora_rank": 128,
+        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "index_n_heads": 4, "index_head_dim": 64, "index_topk": 512, "index_topk_pattern": "FSFSSF",
+    },
     "states": {
         "architectures": ["Qwen3NextForCausalLM"], **BASE, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2,

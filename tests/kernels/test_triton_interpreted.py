@@ -17,7 +17,7 @@ GROUPS = [
     "norm,activation,rotary",
     "linear,moe,grouping",
     "packed,packed_moe,gguf",
-    "attention,shared,tail,latent,rope,segments",
+    "attention,shared,tail,latent,sparse,rope,segments",
     "sampling,masks,pages,start,end,tree,plan,states",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bough.layers.batch import AttentionSpec, Batch
+from bough.layers.batch import AttentionSpec, Batch, IndexQueries
 
 
 class DenseAttention:
@@ -15,6 +15,9 @@ class DenseAttention:
         self.lengths = [0] * num_rows
         self.queries: list[tuple[int, int]] = []
         self.kv: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.index: dict[tuple[int, int], Tensor] = {}
+        self.chosen: list[Tensor] = []
+        """By row of the step: bool [queries, keys], which ones were chosen last."""
 
     def step(self, queries: list[tuple[int, list[int]]], *, all_logits: bool = False, device: str = "cpu") -> Batch:
         """A batch in which each (row, new tokens) continues its row; logits are wanted at each row's last token."""
@@ -33,6 +36,22 @@ class DenseAttention:
             num_tokens=len(tokens),
         )
 
+    def choose(self, spec: AttentionSpec, index: IndexQueries) -> None:
+        self.chosen, start = [], 0
+        for row, num_query in self.queries:
+            part = slice(start, start + num_query)
+            start += num_query
+            before = self.index.get((spec.layer, row), index.k_TD[:0])
+            k_SD = self.index[spec.layer, row] = torch.cat((before, index.k_TD[part]))
+            heads_TIS = torch.einsum("tid,sd->tis", index.q_TID[part].float(), k_SD.float()).relu()
+            scores_TS = torch.einsum("ti,tis->ts", index.weights_TI[part], heads_TIS)
+            chosen_TS = torch.zeros_like(scores_TS, dtype=torch.bool)
+            for query in range(num_query):
+                seen = len(before) + query + 1
+                best = sorted(range(seen), key=lambda key, at=query: (scores_TS[at, key].item(), key))[-spec.topk :]
+                chosen_TS[query, best] = True
+            self.chosen.append(chosen_TS)
+
     def forward(self, spec: AttentionSpec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         start = 0
         for row, num_query in self.queries:
@@ -47,14 +66,17 @@ class DenseAttention:
 
     def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
         outputs, start = [], 0
-        for row, num_query in self.queries:
+        for number, (row, num_query) in enumerate(self.queries):
             part = slice(start, start + num_query)
             start += num_query
-            outputs.append(_attend(spec, q_TNH[part], *self.kv[spec.layer, row]))
+            chosen_TS = self.chosen[number] if spec.topk else None
+            outputs.append(_attend(spec, q_TNH[part], *self.kv[spec.layer, row], chosen_TS))
         return torch.cat(outputs)
 
 
-def _attend(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor) -> Tensor:
+def _attend(
+    spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, chosen_TS: Tensor | None = None
+) -> Tensor:
     group = spec.num_heads // spec.num_kv_heads
     k_SNH, v_SNH = k_SKH.repeat_interleave(group, dim=1), v_SKH.repeat_interleave(group, dim=1)
     scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_SNH.float()) * spec.scale
@@ -70,6 +92,8 @@ def _attend(spec: AttentionSpec, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor) ->
         hidden_TS = hidden_TS | (keys_S < at_T1 // spec.chunk * spec.chunk).to(q_TNH.device)
     if spec.slopes is not None:
         scores_NTS = scores_NTS - spec.slopes[:, None, None] * distance_TS
+    if chosen_TS is not None:
+        hidden_TS = hidden_TS | ~chosen_TS
     scores_NTS = scores_NTS.masked_fill(hidden_TS, float("-inf"))
     if spec.sinks is not None:
         beside_NT1 = spec.sinks[:, None, None].expand(-1, num_query, 1)

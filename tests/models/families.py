@@ -311,6 +311,8 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 9}
+"""Enough heads that hardly any token has a score of 0: of equal ones torch takes any."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -336,6 +338,23 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
         {**V3_EXPERTS, **LATENT_SIZES, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {
+            **V3_EXPERTS,
+            **LATENT_SIZES,
+            **INDEXER,
+            "index_topk": 256,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek_v32-chosen": ("DeepseekV32", {**V3_EXPERTS, **LATENT_SIZES, **INDEXER, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**V3_EXPERTS, **LATENT_SIZES, **INDEXER, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "glm4_moe_lite": ("Glm4MoeLite", {**V3_EXPERTS, **LATENT_SIZES, "attention_bias": True}),
     "youtu": ("Youtu", LATENT_SIZES),

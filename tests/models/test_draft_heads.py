@@ -213,6 +213,15 @@ NEXTN = {
             "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
         },
     ),
+    "DeepSeek-V3.2": (
+        "DeepseekV32",
+        {
+            "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12,
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+            "index_n_heads": 16, "index_head_dim": 12, "index_topk": 9,
+        },
+    ),
     "GLM-4.5": (
         "Glm4Moe",
         {

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.core.messages import JoinBranches, LogprobSpec, joined_namespace, unpack_ids
 from bough.core.sampling import SamplingParams
+from bough.kernels.attention.inputs import IndexKeys
 from bough.kernels.kv_codes import decode, encode
 from bough.memory.mha import KVPool, KVShape, Turn
 from bough.models.load import build_model
@@ -231,3 +232,33 @@ def test_moved_tokens(dtype: torch.dtype) -> None:
     for old, new, wanted in zip(before, after, exact, strict=True):
         assert torch.equal(old[untouched], new[untouched])
         assert torch.allclose(new[target], wanted.to(dtype).float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_that_choose_tokens_turn_by_their_own_pairs(interleaved: bool) -> None:
+    """A latent's key is behind it, with pairs side by side; the key that is scored turns its first numbers."""
+    shape = KVShape(1, 12, 8, latent=True, index=IndexKeys(7, interleaved))
+    pool = KVPool([shape], num_pages=5, page_size=4, dtype=torch.float32, device=CPU)
+    index = pool.index[0]
+    assert index is not None
+    assert pool.caches(slice(None)) == [pool.keys[0], index]
+    assert sum(store.nbytes for store in pool.stores) == 5 * 4 * 4 * shape.kept == 5 * 4 * 4 * 19
+    generator = torch.Generator().manual_seed(0)
+    for cache in (pool.keys[0], index):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    before = [cache.clone().flatten(0, 2) for cache in (pool.keys[0], index)]
+    source, target = torch.tensor([3, 4, 9, 17]), torch.tensor([4, 3, 17, 12])
+    angles = torch.tensor(np.random.default_rng(0).normal(size=(4, 2)), dtype=torch.float32)
+    pool.move_tokens(source, target, [Turn(angles, interleaved=True)])
+    latents, keys = (cache.flatten(0, 2)[target] for cache in (pool.keys[0], index))
+    turn = torch.polar(torch.ones(4, 2), angles)
+
+    def turned(numbers: torch.Tensor, side_by_side: bool) -> torch.Tensor:
+        halves = (numbers[:, 0::2], numbers[:, 1::2]) if side_by_side else numbers.chunk(2, -1)
+        pairs = torch.complex(halves[0].contiguous(), halves[1].contiguous()) * turn
+        parts = (pairs.real, pairs.imag)
+        return torch.stack(parts, -1).flatten(1) if side_by_side else torch.cat(parts, -1)
+
+    was = [each[source] for each in before]
+    assert torch.allclose(latents, torch.cat((was[0][:, :8], turned(was[0][:, 8:], True)), 1))
+    assert torch.allclose(keys, torch.cat((turned(was[1][:, :4], interleaved), was[1][:, 4:]), 1))

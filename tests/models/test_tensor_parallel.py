@@ -80,6 +80,7 @@ FAMILIES = {
     "bloom": (EARLIER["bloom"], {}),
     "gpt_oss": (EXPERTS["gpt_oss"], {}),
     "deepseek_v3": (LATENTS["deepseek_v3"], {}),
+    "deepseek_v32": (LATENTS["deepseek_v32-chosen"], {}),
     "gemma3n": (SHARED_KV["gemma3n"], {}),
     "gemma4": (SHARED_KV["gemma4-keys-are-values"], {}),
     "gemma4-experts": (SHARED_KV["gemma4-experts"], {}),

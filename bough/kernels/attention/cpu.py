@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import SpanCosts
-from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.attention.inputs import AttentionInputs, IndexQueries, Spec
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.cpu_build import library
 from bough.kernels.cpu_build.shared_library import DTYPES
@@ -191,6 +191,10 @@ class CpuAttention:
         layer, out = self._layer(spec, q_TNH, *kv_TKH)
         loaded.bough_attention(ctypes.addressof(self._reading[line]), ctypes.addressof(layer))
         return out
+
+    def choose(self, spec: Spec, index: IndexQueries) -> None:
+        """Chooses what this layer and those after it read, whose attention is torch's."""
+        self._by_torch().choose(spec, index)
 
     def queries_at(self, spec: Spec) -> Tensor | None:
         """None: every layer attends for all tokens."""

@@ -16,6 +16,14 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class IndexKeys:
+    """The keys by which tokens are chosen: one of each token, whose first numbers are rotated."""
+
+    dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What one attention layer computes. Fixed at model construction."""
 
@@ -46,6 +54,10 @@ class AttentionSpec:
     """Spans of tokens that see each other in both directions (`two_way.TwoWaySpan`) do so in this layer."""
     is_shared: bool = False
     """Later layers read this one's KV, too (`AttentionBackend.attend`)."""
+    topk: int = 0
+    """A query reads this number of tokens at most: those that were chosen last (`ChoosingBackend.choose`); 0: all..."""
+    index: IndexKeys | None = None
+    """...and what this layer keeps of a token to choose by; None: it takes the choice of a layer before."""
 
     @property
     def v_width(self) -> int:
@@ -92,6 +104,17 @@ class RawLatents(NamedTuple):
     positions_T: Tensor
     cos_sin_PE: Tensor
     interleaved: bool
+
+
+class IndexQueries(NamedTuple):
+    """What a layer projects to choose tokens by; all is rotated. The score of a token is the sum over I heads of
+    weight * relu(query . key)."""
+
+    q_TID: Tensor
+    weights_TI: Tensor
+    """float32"""
+    k_TD: Tensor
+    """Of the step's own tokens."""
 
 
 @dataclass(slots=True)
@@ -192,6 +215,8 @@ class AttentionInputs:
     """By layer: [num_pages, page_size, num_kv_heads, head_dim], in the model's dtype or float8_e4m3fn; uint8 codes where
     there are `ranges`."""
     v_caches: Sequence[Tensor]
+    index_caches: Sequence[Tensor | None] = ()
+    """By layer: [num_pages, page_size, 1, width] of keys that tokens are chosen by; None: it has none. Empty: none has."""
     shared: SpanTensors | None = None
     """None: nothing is shared, and no shared kernel runs."""
     host: HostLengths | None = None

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bough.config.resolve import GATHERED_KEYS
-from bough.kernels.attention.inputs import I32, AttentionInputs, Spec
+from bough.kernels.attention import sparse
+from bough.kernels.attention.inputs import I32, AttentionInputs, HostLengths, IndexQueries, Spec
 from bough.kernels.attention.reference import sees
 from bough.kernels.kv_codes import decode
 from bough.kernels.rotary import write_kv
@@ -54,6 +55,39 @@ class TorchAttention:
         self._covers_all = sum(int(self._lengths.num_query_R[rows].sum()) for rows in self._groups) == inputs.num_tokens
         self._buckets: dict[Kind, list[Bucket]] = {}
         self._masks: dict[tuple[Kind, int], Tensor] = {}
+        self._chosen: TorchAttention | None = None
+        """Reads the tokens that were chosen last; None: all are read."""
+
+    def choose(self, spec: Spec, index: IndexQueries) -> None:
+        """Writes the keys of the step's tokens to their pages, and chooses what this layer and those after it read."""
+        inputs, lengths = self._inputs, self._lengths
+        cache = sparse.cache_of(inputs, spec)
+        sparse.write_index(index.k_TD, cache, inputs.loc_T)
+        self._chosen = None
+        most = int(lengths.kv_len_R.max(initial=0))
+        if most <= spec.topk:
+            return
+        tokens, device = inputs.num_tokens, inputs.loc_T.device
+        table_TK = torch.zeros(tokens, spec.topk, dtype=torch.int32, device=device)
+        count_T = torch.zeros(tokens, dtype=torch.int32, device=device)
+        for number, bucket in enumerate(self._buckets_of(spec)):
+            k_BSD = sparse.read_index(cache, bucket.loc_BS, index.q_TID.dtype)
+            scores = sparse.index_scores(index, bucket.tokens_BQ, k_BSD)
+            at_BQK, count_BQ = sparse.best(scores, self._mask(spec, self._kind(spec), number), spec.topk)
+            row_B1K = torch.arange(len(at_BQK), device=device)[:, None, None]
+            # Padding repeats a row's last query, and is chosen for alike.
+            table_TK[bucket.tokens_BQ, : at_BQK.shape[2]] = bucket.loc_BS[row_B1K, at_BQK].int()
+            count_T[bucket.tokens_BQ] = count_BQ.int()
+        self._chosen = TorchAttention(sparse.view_of(inputs, table_TK, count_T, self._host_of_queries(spec.topk)))
+
+    def _host_of_queries(self, topk: int) -> HostLengths:
+        """Lengths of rows of one query each that read `topk` tokens at most."""
+        lengths, tokens = self._lengths, self._inputs.num_tokens
+        seen, num_query = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+        for start, count, kv_len in zip(lengths.start_R, lengths.num_query_R, lengths.kv_len_R, strict=True):
+            seen[start : start + count] = np.arange(kv_len - count + 1, kv_len + 1)
+            num_query[start : start + count] = 1
+        return HostLengths(num_query_R=num_query, context_R=np.minimum(seen, topk) - num_query)
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Writes k and v to their pages, then attends: [T, N * V]."""
@@ -66,13 +100,13 @@ class TorchAttention:
 
     def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
         """Attends to KV that is in the pages: [T, N * V]."""
+        if spec.topk and self._chosen is not None:
+            return self._chosen.attend(spec, q_TNH)
         inputs = self._inputs.of_layer(spec.layer)
         shape = (q_TNH.shape[0], spec.num_heads, spec.v_width)
         out = q_TNH.new_empty(shape) if self._covers_all else q_TNH.new_zeros(shape)
-        kind = (0 if inputs.lines is None else inputs.lines.of_layer[spec.layer], spec.window, spec.chunk, spec.causal)
-        if kind not in self._buckets:
-            self._buckets[kind] = self._gather_rows(inputs, spec)
-        for number, bucket in enumerate(self._buckets[kind]):
+        kind = self._kind(spec)
+        for number, bucket in enumerate(self._buckets_of(spec)):
             k, v = gather_layer(inputs, spec, bucket.loc_BS, q_TNH.dtype)
             mask = self._mask(spec, kind, number)
             result = _attend(spec, q_TNH[bucket.tokens_BQ], k, v, mask, bucket.key_BS)
@@ -82,13 +116,20 @@ class TorchAttention:
                 out[bucket.tokens_BQ[bucket.real]] = result[bucket.real]
         return out.flatten(1)
 
-    def _gather_rows(self, inputs: AttentionInputs, spec: Spec) -> list[Bucket]:
-        lengths = self._lengths
-        return [
-            make_bucket(inputs, lengths, rows, queries, spec)
-            for rows in self._groups
-            for queries in query_pieces(lengths, rows)
-        ]  # fmt: skip
+    def _kind(self, spec: Spec) -> Kind:
+        lines = self._inputs.lines
+        return 0 if lines is None else lines.of_layer[spec.layer], spec.window, spec.chunk, spec.causal
+
+    def _buckets_of(self, spec: Spec) -> list[Bucket]:
+        kind, lengths = self._kind(spec), self._lengths
+        if kind not in self._buckets:
+            inputs = self._inputs.of_layer(spec.layer)
+            self._buckets[kind] = [
+                make_bucket(inputs, lengths, rows, queries, spec)
+                for rows in self._groups
+                for queries in query_pieces(lengths, rows)
+            ]  # fmt: skip
+        return self._buckets[kind]
 
     def _mask(self, spec: Spec, kind: Kind, number: int) -> Tensor:
         """bool [B, Q, S]: what each query sees. Layers of one kind share it, unless there are too many to keep."""

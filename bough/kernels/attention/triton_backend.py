@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bough.core.step import SpanCosts
-from bough.kernels.attention import decode_hopper, expanded, fresh, latent, plan, triton
-from bough.kernels.attention.inputs import AttentionInputs, LastRows, LatentMaps, RawLatents, Spec
+from bough.kernels.attention import choosing, decode_hopper, expanded, fresh, latent, plan, sparse, triton
+from bough.kernels.attention.inputs import AttentionInputs, IndexQueries, LastRows, LatentMaps, RawLatents, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.kv_codes import as_read, bits_of
 from bough.kernels.launching import num_sms, power_of_two, shared_bytes_per_sm
@@ -99,6 +99,10 @@ class TritonAttention:
         self._by_line: dict[int, AttentionInputs] = {}
         self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
         self._decode_plans: dict[Kind, Plan] = {}
+        self._choice: AttentionInputs | None = None
+        """The tokens that were chosen last, as `sparse.view_of` has them; None: all are read..."""
+        self._reader: TritonAttention | None = None
+        """...and what reads them."""
         self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
 
     def prepare(self, inputs: AttentionInputs) -> None:
@@ -107,6 +111,7 @@ class TritonAttention:
         self._by_line.clear()
         self._prepared.clear()
         self._decode_plans.clear()
+        self._choice = None
 
     def queries_at(self, spec: Spec) -> Tensor | None:
         """Tokens whose queries a layer's forward takes, and whose results it gives: in the last layer the step's tail, where
@@ -187,18 +192,43 @@ class TritonAttention:
             prepared = self._kind(spec, q, v_TKH)
         return self._attend(spec, prepared, q, k, v_TKH, later)
 
+    def choose(self, spec: Spec, index: IndexQueries) -> None:
+        """Writes the keys of the step's tokens to their pages, and chooses what this layer and those after it read: of the
+        tokens of `queries_at` alone in the layer that narrows. Where no row is longer than `spec.topk`, all are read."""
+        inputs = self._of_layer(spec)
+        sparse.write_index(index.k_TD, sparse.cache_of(inputs, spec), inputs.loc_T)
+        if inputs.max_kv <= spec.topk:
+            return
+        tail, before = self._tail(spec), self._choice
+        if tail is not None:
+            inputs, before = tail.inputs(), None
+            index = index._replace(q_TID=_of_tail(index.q_TID, tail), weights_TI=_of_tail(index.weights_TI, tail))
+        if before is None or before.max_kv != spec.topk:
+            tokens, device = inputs.num_tokens, inputs.loc_T.device
+            table_TK = torch.empty((tokens, spec.topk), dtype=torch.int32, device=device)
+            before = sparse.view_of(inputs, table_TK, torch.empty(tokens, dtype=torch.int32, device=device))
+        # How many tokens a query reads is the same in all layers: so is the plan to read them.
+        choosing.choose(spec, inputs, index, before.page_table, before.kv_len_R)
+        self._choice = before
+
     def forward_latent(self, spec: Spec, raw: RawLatents, maps: LatentMaps) -> Tensor:
         """Norms, rotates and writes latents to their pages, then attends. Returns [T, N * V], or of `queries_at` alone.
 
-        Rows with many queries attend to keys and values that are made of the latents, others to the latents.
+        Rows with many queries attend to keys and values that are made of the latents, others to the latents. Where tokens
+        have been chosen, all attend to the latents of those.
         """
         inputs = self._of_layer(spec)
         cache = inputs.k_caches[spec.layer]
         k_scale, _ = inputs.scales(spec.layer)
         rank = cache.shape[3] - raw.cos_sin_PE.shape[1]
         tail = self._tail(spec)
-        prepared = None if tail is not None else self._kind(spec, raw.q_TNH, raw.kv_TX, expands=True)
-        front = 0 if prepared is None else prepared.all_fresh_from
+        choice = self._choice if spec.topk else None
+        prepared, front = None, inputs.num_tokens
+        if tail is not None:
+            front = 0
+        elif choice is None:
+            prepared = self._kind(spec, raw.q_TNH, raw.kv_TX, expands=True)
+            front = prepared.all_fresh_from
         q, k = latent.norm_rope_write(
             raw.q_TNH, raw.kv_TX, raw.norm_R, raw.positions_T, raw.cos_sin_PE, inputs.loc_T, cache,
             front=front, eps=raw.eps, offset=raw.offset, scale=k_scale, interleaved=raw.interleaved,
@@ -210,15 +240,20 @@ class TritonAttention:
             q[..., rank:] = q_TNH[..., nope:]
             self.prepare(tail.inputs())
             inputs, front = self._of_layer(spec), len(q)
-            prepared = self._kind(spec, q_TNH, raw.kv_TX)
-        assert prepared is not None
+            if choice is None:
+                prepared = self._kind(spec, q_TNH, raw.kv_TX)
+            else:
+                choice = _choice_of_tail(choice, tail)
         out_TNV = q.new_empty((inputs.num_tokens, spec.num_heads, maps.v_dim))
         if front:
             maps.absorb(q_TNH[:front, :, :nope], q[..., :rank])
             read_TNR = q.new_empty((front, spec.num_heads, rank))
-            self._launch(spec, inputs, prepared, q, read_TNR)
+            if prepared is not None:
+                self._launch(spec, inputs, prepared, q, read_TNR)
+            elif choice is not None:
+                self._read(spec, choice, q, read_TNR)
             maps.values(read_TNR, out_TNV[:front])
-        if prepared.fresh or prepared.long:
+        if prepared is not None and (prepared.fresh or prepared.long):
             seen_TX = _as_read(k, cache.dtype, k_scale).squeeze(1)
             expanded.attend(spec, inputs, maps, q_TNH, seen_TX, prepared.fresh, prepared.long, k_scale, out_TNV)
         return out_TNV.flatten(1)
@@ -266,6 +301,18 @@ class TritonAttention:
         if rows:
             fresh.attend_fresh(q, k_TKH, v_TKH, rows, spec.scale, out, hopper=self._hopper)
         return out.flatten(1)
+
+    def _read(self, spec: Spec, choice: AttentionInputs, q: Tensor, out: Tensor) -> None:
+        """Attends to chosen tokens."""
+        if self._reader is None:
+            self._reader = TritonAttention(self._device, hopper=self._hopper)
+        reader = self._reader
+        if reader._inputs is not choice:
+            reader.prepare(choice)
+        prepared = reader._kind(spec, q, None)
+        # Kernels may read page tables before those ahead of them have ended: this one has just been written.
+        prepared.just_planned = True
+        reader._launch(spec, choice, prepared, q, out)
 
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
         """Writes keys and values, and attends, in one kernel."""
@@ -382,6 +429,22 @@ def _kind_of(spec: Spec) -> Kind:
 def _of_tail(q_TNH: Tensor, tail: LastRows) -> Tensor:
     """The tail's queries, also of who projects those of all tokens."""
     return q_TNH if len(q_TNH) == len(tail.at_L) else q_TNH.index_select(0, tail.at_L)
+
+
+def _choice_of_tail(choice: AttentionInputs, tail: LastRows) -> AttentionInputs:
+    """What the tail's queries read, also where an earlier layer has chosen for all tokens."""
+    if choice.num_tokens == len(tail.at_L):
+        return choice
+    table_LK = choice.page_table.index_select(0, tail.at_L)
+    at = slice(len(table_LK))
+    return replace(
+        choice,
+        query_start_R1=choice.query_start_R1[: len(table_LK) + 1],
+        kv_len_R=choice.kv_len_R.index_select(0, tail.at_L),
+        slots_R=choice.slots_R[at],
+        page_table=table_LK,
+        loc_T=choice.loc_T[at],
+    )
 
 
 def _as_cached(inputs: AttentionInputs, spec: Spec, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
