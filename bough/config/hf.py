@@ -360,7 +360,13 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a multimodal model, with its `text_config` merged into it and its kind as `text_model_type`. Other
-    configs are returned unchanged."""
+    configs are returned unchanged. Of a model that also speaks (Qwen's Omni models) it is that of its thinker."""
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, dict):
+        named = [
+            str(name).replace("OmniModel", "OmniForConditionalGeneration") for name in config.get("architectures") or ()
+        ]
+        config = {**thinker, "architectures": named, "model_type": config.get("model_type")}
     text = config.get("text_config")
     names = config.get("architectures")
     sees = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)

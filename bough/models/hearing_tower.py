@@ -23,12 +23,13 @@ from bough.weights.slots import Slot
 
 
 class Convolution(nn.Module):
-    """Over three neighbouring frames."""
+    """Over three neighbouring frames, or (with two `axes`) over squares of neighbours."""
 
-    def __init__(self, channels: tuple[int, int], build: Build, *, stride: int) -> None:
+    def __init__(self, channels: tuple[int, int], build: Build, *, stride: int, axes: int = 1) -> None:
         super().__init__()
         self.stride = stride
-        self.weight = _parameter((channels[1], channels[0], 3), build)
+        self.convolve = F.conv1d if axes == 1 else F.conv2d
+        self.weight = _parameter((channels[1], channels[0], *(3,) * axes), build)
         self.bias = _parameter((channels[1],), build)
 
     def slots(self) -> dict[str, Slot]:
@@ -36,7 +37,8 @@ class Convolution(nn.Module):
         return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in named.items()}
 
     def forward(self, x_CL: Tensor) -> Tensor:
-        return F.gelu(F.conv1d(x_CL[None], self.weight, self.bias, stride=self.stride, padding=1)[0])
+        """`x_CL`: or several of them."""
+        return F.gelu(self.convolve(x_CL, self.weight, self.bias, stride=self.stride, padding=1))
 
 
 class HearingTower(Tower):

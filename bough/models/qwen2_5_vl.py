@@ -12,7 +12,7 @@ from bough.models.makers import pre_norm
 from bough.models.qwen2_vl import ATTENTION, MERGER, PREFIXES, read_text
 from bough.models.qwen_vision import read_vision
 from bough.models.seeing import seeing_weights, tower_of, with_tower
-from bough.weights.mapping import Fuse, Rename
+from bough.weights.mapping import Fuse, Rename, Rule
 
 if TYPE_CHECKING:
     from bough.layers.build import Build
@@ -29,14 +29,9 @@ def _tower(facts: ModelFacts, build: Build) -> Tower:
     return QwenTower(read_vision(Fields(facts.config), "2.5"), build)
 
 
-WEIGHTS = seeing_weights(
-    qwen2.WEIGHTS,
-    (
-        *ATTENTION,
-        *MERGER,
-        Fuse("tower.blocks.*.mlp.gate_up", gate="blocks.*.mlp.gate_proj", up="blocks.*.mlp.up_proj"),
-        Rename("blocks.*.mlp.down_proj", "tower.blocks.*.mlp.down"),
-    ),
-    PREFIXES,
+MLP: tuple[Rule, ...] = (
+    Fuse("tower.blocks.*.mlp.gate_up", gate="blocks.*.mlp.gate_proj", up="blocks.*.mlp.up_proj"),
+    Rename("blocks.*.mlp.down_proj", "tower.blocks.*.mlp.down"),
 )
+WEIGHTS = seeing_weights(qwen2.WEIGHTS, (*ATTENTION, *MERGER, *MLP), PREFIXES)
 make = with_tower(pre_norm, _tower)

@@ -50,11 +50,14 @@ def make_tower(facts: ModelFacts, build: Build) -> Tower:
     return QwenTower(read_vision(Fields(facts.config), "3"), build)
 
 
-TOWER: tuple[Rule, ...] = (
+BLOCKS: tuple[Rule, ...] = (
     *ATTENTION,
     Rename("blocks.*.mlp.linear_fc1", "tower.blocks.*.mlp.up"),
     Rename("blocks.*.mlp.linear_fc2", "tower.blocks.*.mlp.down"),
     Exact("pos_embed.weight", "tower.positions.weight"),
+)
+TOWER: tuple[Rule, ...] = (
+    *BLOCKS,
     Rename("merger.norm", "tower.merger.norm"),
     Rename("merger.linear_fc1", "tower.merger.mlp.0"),
     Rename("merger.linear_fc2", "tower.merger.mlp.2"),

@@ -32,5 +32,6 @@ _STACKED = (
         inputs_first=True, either_first=True,
     ),
 )  # fmt: skip
-WEIGHTS = seeing_weights(Mapping(*qwen3_moe.WEIGHTS.rules, *_STACKED), TOWER, PREFIXES)
+TEXT = Mapping(*qwen3_moe.WEIGHTS.rules, *_STACKED)
+WEIGHTS = seeing_weights(TEXT, TOWER, PREFIXES)
 make = with_tower(pre_norm, make_tower)

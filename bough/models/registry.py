@@ -32,6 +32,10 @@ ENTRY_POINTS: Final = "bough.models"
 ARCHITECTURES: Final[dict[str, str]] = {
     "LlamaForCausalLM": "bough.models.llama",
     "MllamaForConditionalGeneration": "bough.models.mllama",
+    "Qwen2_5OmniForConditionalGeneration": "bough.models.qwen2_5_omni",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "bough.models.qwen2_5_omni",
+    "Qwen3OmniMoeForConditionalGeneration": "bough.models.qwen3_omni_moe",
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "bough.models.qwen3_omni_moe",
     "VoxtralForConditionalGeneration": "bough.models.voxtral",
     "WhisperForConditionalGeneration": "bough.models.whisper",
     "SmolLM3ForCausalLM": "bough.models.smollm3",

@@ -170,18 +170,19 @@ class Desk:
 
     def release(self, prepared: Sequence[Prepared]) -> None:
         """The request that they were prepared for has ended."""
-        for each in prepared:
+        for each in _with_sounds(prepared):
             self._cache.done(each.digest)
 
     def again(self, prepared: Sequence[Prepared]) -> list[Prepared] | None:
         """Media of an earlier request for another one; None: some are gone."""
         taken: list[Prepared] = []
-        for each in prepared:
+        for each in _with_sounds(prepared):
             if self._cache.use(each.digest) is None:
-                self.release(taken)
+                for other in taken:
+                    self._cache.done(other.digest)
                 return None
             taken.append(each)
-        return taken
+        return list(prepared)
 
     def close(self) -> None:
         for task in self._pending.values():
@@ -199,17 +200,39 @@ class Desk:
                 options = {**self.processor.little_detail(), **options}
             async with self._fetching:
                 found = await self._load(each)
-                digest = await asyncio.to_thread(self._digest, each.kind, options, tenant, found)
-                while (ready := self._cache.use(digest)) is None:
-                    work = Work(
-                        kind=each.kind, options=options, digest=digest, num_bytes=len(found.data),
-                        raw=found.raw, form=found.form, stills=found.stills,
-                    )  # fmt: skip
-                    await self._prepared(work, found.data)
+                ready = await self._ready(each.kind, options, tenant, found)
+                if self.processor.with_sound(each.kind, options):
+                    return await self._heard(ready, tenant, found)
                 return ready
         except BoughError as error:
             if error.param is None:
                 error.param = each.param
+            raise
+
+    async def _ready(self, kind: MediaKind, options: Options, tenant: str, found: _Loaded) -> Prepared:
+        """A medium, in use."""
+        digest = await asyncio.to_thread(self._digest, kind, options, tenant, found)
+        while (ready := self._cache.use(digest)) is None:
+            work = Work(
+                kind=kind, options=options, digest=digest, num_bytes=len(found.data),
+                raw=found.raw, form=found.form, stills=found.stills,
+            )  # fmt: skip
+            await self._prepared(work, found.data)
+        return ready
+
+    async def _heard(self, video: Prepared, tenant: str, found: _Loaded) -> Prepared:
+        """A video with its sound. Raises `MediaError` if it has none that can be decoded."""
+        try:
+            if found.stills is not None or found.raw is not None:
+                raise MediaUnsupported(
+                    what="this video's sound is to be heard, and it has none",
+                    why="it was sent as frames",
+                    fix="send its file, or leave out use_audio_in_video",
+                )
+            loaded = _Loaded(data=found.data, form=self._door.check_sound(found.data))
+            return video.with_sound(await self._ready("audio", {}, tenant, loaded))
+        except BaseException:
+            self._cache.done(video.digest)
             raise
 
     async def _prepared(self, work: Work, data: bytes) -> None:
@@ -314,6 +337,10 @@ class Desk:
         digest.update(b"\0")
         digest.update(found.data)
         return digest.digest()
+
+
+def _with_sounds(prepared: Sequence[Prepared]) -> list[Prepared]:
+    return [part for each in prepared for part in (each, each.sound) if part is not None]
 
 
 def listed_frames(url: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from bough.multimodal.mllama import MllamaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
+from bough.multimodal.qwen_omni import QwenOmniProcessor
 from bough.multimodal.qwen_vl import QwenProcessor
 from bough.multimodal.voxtral import VoxtralProcessor
 from bough.multimodal.whisper import WhisperProcessor
@@ -40,6 +41,10 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "CLIPModel": ClipProcessor,
     "SiglipModel": SiglipProcessor,
     "Siglip2Model": NaflexProcessor,
+    "Qwen2_5OmniForConditionalGeneration": partial(QwenOmniProcessor, patch=14, version="2.5"),
+    "Qwen2_5OmniThinkerForConditionalGeneration": partial(QwenOmniProcessor, patch=14, version="2.5"),
+    "Qwen3OmniMoeForConditionalGeneration": partial(QwenOmniProcessor, patch=16, version="3"),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": partial(QwenOmniProcessor, patch=16, version="3"),
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Gemma4ForConditionalGeneration": Gemma4Processor,
     "Glm46VForConditionalGeneration": Glm4vProcessor,

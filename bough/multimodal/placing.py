@@ -50,7 +50,8 @@ class Placer:
         left = iter(self.ordered(text, media))
 
         def replaced(match: re.Match[str]) -> str:
-            return "".join(self._text_of(by_text[match[0]], piece) for piece in self._pieces(next(left)))
+            each = next(left)
+            return "".join(self._text_of(each, piece) for piece in self._pieces(each))
 
         return re.sub("|".join(map(re.escape, by_text)), replaced, text)
 
@@ -67,12 +68,7 @@ class Placer:
         array = np.asarray(ids, np.int32)
         if not self._processor.in_prompt:
             return self._beside(array, media)
-        runs = [
-            (medium, each, run)
-            for medium, each in enumerate(media)
-            for run in self._pieces(each)
-            if isinstance(run, PlaceholderRun)
-        ]
+        runs = [(medium, *owned) for medium, each in enumerate(media) for owned in self._runs(each)]
         wanted = [self._processor.marker(each.kind).token for _, each, _ in runs]
         at = np.flatnonzero(np.isin(array, wanted))
         if array[at].tolist() != wanted:
@@ -101,14 +97,15 @@ class Placer:
         places: list[_Place] = []
         begin = length = 0
         for medium, (at, kind) in enumerate(sorted((at, kind) for kind, where in found.items() for at in where)):
-            marker, each = self._processor.marker(kind), next(left[kind])
+            each = next(left[kind])
             parts.append(ids[begin:at])
             length += at - begin
             begin = at + len(patterns[kind])
             for piece in self._pieces(each):
                 if isinstance(piece, PlaceholderRun):
-                    places.append(_Place(medium, each, piece, length))
-                    parts.append(np.full(piece.count, marker.token, np.int32))
+                    owner = _owner(each, piece)
+                    places.append(_Place(medium, owner, piece, length))
+                    parts.append(np.full(piece.count, self._processor.marker(owner.kind).token, np.int32))
                 elif isinstance(piece, Token):
                     parts.append(np.array([piece.id], np.int32))
                 else:
@@ -127,14 +124,18 @@ class Placer:
     def _pieces(self, each: Prepared) -> Sequence[Piece]:
         return self._processor.pieces(each.kind, each.processed)
 
-    def _text_of(self, kind: MediaKind, piece: Piece) -> str:
+    def _runs(self, each: Prepared) -> list[tuple[Prepared, PlaceholderRun]]:
+        """Runs of placeholders, and whose they are: the medium's, or its sound's."""
+        return [(_owner(each, run), run) for run in self._pieces(each) if isinstance(run, PlaceholderRun)]
+
+    def _text_of(self, each: Prepared, piece: Piece) -> str:
         match piece:
             case str():
                 return piece
             case Token(id=token):
                 return self._spell((token,))
             case PlaceholderRun():
-                return self._spell((self._processor.marker(kind).token,))
+                return self._spell((self._processor.marker(_owner(each, piece).kind).token,))
 
     def _found(self, text: str, marker: Marker) -> str:
         """What stands for a medium in this text, if anything does."""
@@ -178,30 +179,38 @@ class Placer:
         """Whether the ids have as many placeholders as the media have positions, and not one for each."""
         wanted: Counter[int] = Counter()
         for each in media:
-            wanted[self._processor.marker(each.kind).token] += each.num_positions
+            for owner, run in self._runs(each):
+                wanted[self._processor.marker(owner.kind).token] += run.count
         return all(int(np.count_nonzero(ids == token)) == count for token, count in wanted.items()) and sum(
             wanted.values()
         ) > len(media)
 
     def _placed_as_is(self, ids: Ids, media: Sequence[Prepared]) -> Placed:
-        tokens = {self._processor.marker(kind).token for kind in kinds_of(media)}
-        if len(tokens) < len(kinds_of(media)):
+        kinds = {owner.kind for each in media for owner, _ in self._runs(each)}
+        tokens = {self._processor.marker(kind).token for kind in kinds}
+        if len(tokens) < len(kinds):
             raise _mismatch("kinds of media share a placeholder here: their places are known by their markers alone")
         where = {token: iter(np.flatnonzero(ids == token).tolist()) for token in tokens}
         places = []
         for medium, each in enumerate(media):
-            token = self._processor.marker(each.kind).token
-            for run in self._pieces(each):
-                if isinstance(run, PlaceholderRun):
-                    mine = [next(where[token]) for _ in range(run.count)]
-                    if mine[-1] - mine[0] + 1 != run.count:
-                        raise _mismatch("placeholders of an item do not stand together")
-                    places.append(_Place(medium, each, run, mine[0]))
+            for owner, run in self._runs(each):
+                token = self._processor.marker(owner.kind).token
+                mine = [next(where[token]) for _ in range(run.count)]
+                if mine[-1] - mine[0] + 1 != run.count:
+                    raise _mismatch("placeholders of an item do not stand together")
+                places.append(_Place(medium, owner, run, mine[0]))
         return Placed(ids, _items(places, self._processor))
 
 
 def kinds_of(media: Sequence[Prepared]) -> list[MediaKind]:
     return list(dict.fromkeys(each.kind for each in media))
+
+
+def _owner(each: Prepared, run: PlaceholderRun) -> Prepared:
+    if not run.of_sound:
+        return each
+    assert each.sound is not None, "its pieces say so"
+    return each.sound
 
 
 def item_key(digest: bytes, number: int) -> bytes:
@@ -221,12 +230,13 @@ class _Place(NamedTuple):
 
 def _items(places: Sequence[_Place], processor: Processor) -> tuple[MediaItem, ...]:
     """One for each item of each medium: from its first run to the end of its last."""
-    extents: dict[tuple[int, int], tuple[Prepared, int, int]] = {}
+    extents: dict[tuple[int, bool, int], tuple[Prepared, int, int]] = {}
     for medium, each, run, at in places:
-        _, start, _ = extents.get((medium, run.item), (each, at, at))
-        extents[medium, run.item] = (each, start, at + run.count)
+        key = (medium, run.of_sound, run.item)
+        _, start, _ = extents.get(key, (each, at, at))
+        extents[key] = (each, start, at + run.count)
     made = []
-    for (_, number), (each, start, stop) in extents.items():
+    for (*_, number), (each, start, stop) in extents.items():
         made.append(_item(each, number, start, stop, token=processor.marker(each.kind).token))
     return tuple(sorted(made, key=lambda item: item.start))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bough.core.errors import InvalidRequest
 from bough.core.media import Features, MediaItem, MediaKind
@@ -45,6 +45,8 @@ class Processed(Struct, frozen=True, kw_only=True):
     items: tuple[ItemShape, ...]
     notes: tuple[str, ...] = ()
     """Texts that stand in the prompt beside the items (timestamps), in the family's order."""
+    sound: tuple[ItemShape, ...] | None = None
+    """Items of the sound of a video, which stand between its own; None: it is silent, or not asked for."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -54,10 +56,13 @@ class Prepared(Struct, frozen=True, kw_only=True):
     digest: bytes
     processed: Processed
     features: Features
+    sound: Prepared | None = None
+    """The sound of a video, where it is heard, too."""
 
-    @property
-    def num_positions(self) -> int:
-        return sum(item.count for item in self.processed.items)
+    def with_sound(self, sound: Prepared) -> Prepared:
+        """The same video, heard."""
+        processed = structs.replace(self.processed, sound=sound.processed.items)
+        return structs.replace(self, processed=processed, sound=sound)
 
 
 class PlaceholderRun(Struct, frozen=True):
@@ -65,6 +70,8 @@ class PlaceholderRun(Struct, frozen=True):
 
     item: int
     count: int
+    of_sound: bool = False
+    """The item is one of the medium's sound (`Processed.sound`)."""
 
 
 class Token(Struct, frozen=True):
@@ -139,6 +146,10 @@ class Processor(ABC):
         """Options that follow from how many media of this kind a request has."""
         return {}
 
+    def with_sound(self, kind: MediaKind, options: Options) -> bool:
+        """Whether the sound of a medium is to be heard with it."""
+        return False
+
     def little_detail(self) -> Options:
         """Options for an image of which the client wants little detail; none where the family can't give less."""
         return {}
@@ -212,6 +223,18 @@ def bounded_number(name: str, value: Any, low: float, high: float) -> float:
             param="mm_processor_kwargs",
         )
     return float(value)
+
+
+def bounded_flag(name: str, value: Any) -> bool:
+    """A switch of a request's settings, off if it is not sent. Raises `InvalidRequest`."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidRequest(
+        what=f"{name} is {str(value)[:40]!r}",
+        why="it must be true or false",
+        fix="send true or false, or leave it out",
+        param="mm_processor_kwargs",
+    )
 
 
 def unknown_option(name: str, known: Sequence[str]) -> InvalidRequest:

@@ -100,6 +100,11 @@ class JobMedia:
         """Items are computed in one chunk each, and no cached prefix ends inside one."""
         self.starts = [item.start for item in items]
         self.stops = [item.stop for item in items]
+        self.passed: list[int] = np.maximum.accumulate([0, *self.stops])[1:].tolist()
+        """By item: where it and all before it have ended."""
+        self.bundle = _bundles(self.starts, self.passed)
+        """By item: those that stand between one another, among them it, which are held together; from the first to the one
+        behind the last. Others are alone."""
         placed = () if column else self.items
         found = [item.start + np.flatnonzero(prompt[item.start : item.stop] == item.token) for item in placed]
         self.places: I64 = np.concatenate(found) if found else np.empty(0, np.int64)
@@ -145,11 +150,13 @@ class JobMedia:
             page += parts
         return np.stack(places)
 
-    def between(self, start: int, stop: int) -> range:
-        """Numbers of the items that have a position in `start .. stop - 1`."""
-        if self.fixed_key:
-            return range(0)
-        return range(bisect_right(self.stops, start), bisect_left(self.starts, stop))
+    def between(self, start: int, stop: int) -> list[int]:
+        """Numbers of the items that have a position in `start .. stop - 1`, and of those that are held with them and not
+        passed."""
+        low, high = bisect_right(self.passed, start), bisect_left(self.starts, stop)
+        if self.fixed_key or low >= high:
+            return []
+        return [number for number in range(low, self.bundle[high - 1][1]) if self.stops[number] > start]
 
     def outside(self, count: int) -> int:
         """The longest prefix of at most `count` tokens that may have been computed before the rest."""
@@ -161,6 +168,13 @@ class JobMedia:
     def features_of(self, item: MediaItem) -> npt.NDArray[np.generic]:
         whole = self.features[item.features.path]
         return whole[item.first : item.last] if item.last else whole
+
+
+def _bundles(starts: list[int], passed: list[int]) -> list[tuple[int, int]]:
+    """By item: the first and the one behind the last of the items whose extents overlap, it among them."""
+    begins = [number for number, start in enumerate(starts) if not number or start >= passed[number - 1]]
+    ends = [*begins[1:], len(starts)]
+    return [bundle for bundle in zip(begins, ends, strict=False) for _ in range(*bundle)]
 
 
 def job_media(
@@ -184,6 +198,7 @@ def job_media(
             fix="send fewer or smaller media",
             param="messages",
         )
+    _check_room(media, limits)
     try:
         for item in ask.media:
             if item.features.path not in media.features:
@@ -205,13 +220,6 @@ def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
         fits = before <= item.start < item.stop <= len(prompt) and held == item.count > 0
         if not fits or len(item.key) != KEY_BYTES:
             raise _malformed("an item does not stand where it says")
-        if -(-item.count // MEDIA_BLOCK_ROWS) > limits.num_rows // MEDIA_BLOCK_ROWS:
-            raise InvalidRequest(
-                what=f"an {item.kind} takes {item.count:,} positions, at most {limits.num_rows:,} can be kept",
-                why="embeddings are kept until the prompt is computed (--mm-cache-size)",
-                fix="send a smaller one, or start the server with a larger --mm-cache-size",
-                param="messages",
-            )
         if limits.atomic and item.length > limits.most_atomic:
             raise InvalidRequest(
                 what=f"an {item.kind} takes {item.length:,} positions, at most {limits.most_atomic:,} are prefilled at once",
@@ -219,9 +227,22 @@ def _check(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
                 fix="start the server with a larger --chunked-prefill-size",
                 param="messages",
             )
-        before = item.stop
+        before = item.stop if limits.atomic else item.start
     if len(ask.positions) != 4 * limits.axes * len(prompt):
         raise _malformed("positions are not as many as tokens")
+
+
+def _check_room(media: JobMedia, limits: MediaLimits) -> None:
+    for bundle in {} if media.fixed_key else set(media.bundle):
+        items = media.items[slice(*bundle)]
+        if sum(blocks_of(item.count) for item in items) > limits.num_rows // MEDIA_BLOCK_ROWS:
+            count = sum(item.count for item in items)
+            raise InvalidRequest(
+                what=f"an {items[0].kind} takes {count:,} positions, at most {limits.num_rows:,} can be kept",
+                why="embeddings are kept until the prompt is computed (--mm-cache-size)",
+                fix="send a smaller one, or start the server with a larger --mm-cache-size",
+                param="messages",
+            )
 
 
 def _check_fixed(ask: Generate, prompt: Ids, limits: MediaLimits) -> None:
@@ -389,7 +410,7 @@ class EncodePlan:
                     return max(0, item.start - start)
                 count = item.stop - start
             if item.key not in self._counted and not self._has_room(item):
-                return max(0, item.start - start)
+                return max(0, media.starts[media.bundle[number][0]] - start)
             self._counted.add(item.key)
         return count
 
@@ -506,15 +527,15 @@ class MediaStep:
             self._turns[chunk.slot] = self._turned[chunk.slot] = turn
 
     def _read(self, chunk: MediaChunk, media: JobMedia, number: int) -> None:
-        item, counters = media.items[number], self._account.counters
-        rows, fresh = self._account.store.take(item.key, item.count, chunk.job_id, self._step)
+        item, counters, store = media.items[number], self._account.counters, self._account.store
+        held = item.start >= chunk.stop or item.start < chunk.start  # counted where it begins
+        rows, fresh = store.take(item.key, item.count, chunk.job_id, self._step)
         if fresh:
             features = media.features_of(item)
             self._encode.append(Encode(features=features, grid=item.grid, rows=rows, embedded=item.embedded))
             counters.tower_tokens += item.cost
-        if item.start >= chunk.start:
-            counters.items += 1
-            counters.hits += not fresh
+        counters.items += not held
+        counters.hits += not (held or fresh)
         first, last = media.first_place[number], media.first_place[number + 1]
         places = media.places[first:last]
         lo, hi = np.searchsorted(places, (chunk.start, chunk.stop))

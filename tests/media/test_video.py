@@ -135,7 +135,7 @@ def test_ids_positions_and_answers_are_transformers(name: str, options: dict[str
             (answer,) = engine.finish([asked])
             assert answer.tokens == wanted
         assert answer.end is not None
-        assert answer.end.media_tokens == {"video": video.num_positions}
+        assert answer.end.media_tokens == {"video": sum(item.count for item in video.processed.items)}
 
 
 def test_text_goes_on_behind_the_latest_frame() -> None:

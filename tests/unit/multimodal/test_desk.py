@@ -127,7 +127,7 @@ async def test_bad_media_are_refused_and_nothing_is_held(desk: Desk) -> None:
     with pytest.raises(MediaError, match="200 times"):
         await desk.prepare([named(png(2, 900))])
     (fine,) = await desk.prepare([named(good)])
-    assert fine.num_positions > 0
+    assert fine.processed.items[0].count > 0
 
 
 async def test_frames_of_a_video(desk: Desk) -> None:
@@ -178,7 +178,7 @@ async def test_a_worker_that_takes_too_long_or_too_much_is_replaced() -> None:
     with pytest.raises(MediaTooLarge):
         await desk.prepare([named(bomb)])
     (fine,) = await desk.prepare([named(RawPixels(UnencodedPixels(20, 20, "L"), bytes(400)))])
-    assert fine.num_positions > 0
+    assert fine.processed.items[0].count > 0
     slow.close()
     small.close()
 
@@ -224,7 +224,7 @@ async def test_sounds_are_prepared_by_workers() -> None:
     try:
         samples = np.sin(np.arange(8000) / 20).astype(np.float32)
         (made,) = await desk.prepare([MediaInput(kind="audio", source=wav_bytes(samples, 16_000))])
-        assert made.num_positions == 12  # 50 frames, 25 tokens
+        assert made.processed.items[0].count == 12  # 50 frames, 25 tokens
         assert open_features(made.features).shape == (52, 8)
         for bad, why in (
             (b"nonsense", "no sound of a kind"),
@@ -304,3 +304,55 @@ def test_values_of_sixteen_bits_are_read_exactly() -> None:
     found, grid = read_embeddings(torch_save({"embeddings": values, "grid": torch.tensor([4, 4], dtype=torch.int32)}))
     assert torch.equal(torch.from_numpy(found), values.float())
     assert grid == (4, 4)
+
+
+OMNI: dict[str, Any] = {
+    **CONFIG, "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "audio_token_id": 10,
+    "audio_config": {"num_mel_bins": 8, "d_model": 32, "encoder_attention_heads": 2},
+}  # fmt: skip
+
+
+def film() -> bytes:
+    """Four seconds of 25 frames each, with sound."""
+    av: Any = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as out:
+        seen, heard = out.add_stream("mpeg4", rate=25), out.add_stream("aac", rate=16_000)
+        seen.width, seen.height, seen.pix_fmt = 48, 32, "yuv420p"
+        for number in range(100):
+            out.mux(seen.encode(av.VideoFrame.from_ndarray(np.full((32, 48, 3), number, np.uint8), format="rgb24")))
+        samples = np.sin(np.arange(4 * 16_000) / 9).astype(np.float32)[None]
+        for start in range(0, samples.shape[1], 1024):
+            frame = av.AudioFrame.from_ndarray(samples[:, start : start + 1024], format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16_000, start
+            out.mux(heard.encode(frame))
+        for stream in (seen, heard):
+            out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+async def test_the_sound_of_a_video_is_prepared_with_it() -> None:
+    workers = Workers(OMNI, count=1, max_pixels=100_000, cpu_s=20.0)
+    processor = processor_of(OMNI)
+    assert processor is not None
+    desk = Desk(processor, Door(MEDIA), MEDIA, workers)
+    with_sound = {"use_audio_in_video": True}
+    try:
+        with pytest.raises(InvalidRequest, match="must be true or false"):
+            await desk.prepare([MediaInput(kind="video", source=b"", options={"use_audio_in_video": "yes"})])
+        frames = Frames(images=(png(8, 8), png(8, 8, 1)), fps=1.0)
+        with pytest.raises(MediaUnsupported, match="sent as frames"):
+            await desk.prepare([MediaInput(kind="video", source=frames, options=with_sound)])
+        assert not [each for each in desk.cache._held.values() if each.users]
+        data = film()
+        (silent,) = await desk.prepare([MediaInput(kind="video", source=data)])
+        (heard,) = await desk.prepare([MediaInput(kind="video", source=data, options=with_sound)])
+        assert silent.sound is None
+        assert heard.sound is not None
+        assert heard.processed.sound == heard.sound.processed.items
+        assert 50 <= sum(item.count for item in heard.sound.processed.items) <= 54  # 13 a second
+        assert desk.again([heard]) == [heard]
+        for each in ([silent], [heard], [heard]):
+            desk.release(each)
+    finally:
+        desk.close()
