@@ -229,6 +229,9 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
   refuses them, `--model-impl transformers` runs a listed one that way, to compare.
 - **Code that comes with a checkpoint** is never run for a model. `--trust-remote-code` concerns tokenizers alone, and those
   of tiktoken's, SentencePiece's and Mistral's files are read without it.
+- **Chat formats**: DeepSeek V3.2's checkpoints bring a program instead of a chat template; its format is built in, and taken
+  where such a checkpoint has no template (`--chat-template deepseek-v3.2` elsewhere). It thinks if a request sets
+  `chat_template_kwargs: {{"thinking": true}}`.
 - **Mistral's own layout** (`params.json`, `consolidated.safetensors`, `tekken.json`) is read if there is no `config.json`.
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
@@ -247,8 +250,9 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Sparse attention** (DeepSeek V3.2, GLM-5): each query reads the `index_topk` tokens that an indexer scores best. Keys of
   indexers are kept in pages beside the latents, see [latents](decisions/latents.md). Such models are not split by the tokens
   of a sequence (`--attn-cp-size`), and a stage of a pipeline begins with a layer that has an indexer.
-- ChatGLM 1 to 3 and Baichuan are not served yet. Nor are models with hyper-connections and compressed KV (DeepSeek V4,
-  GLM-5.3).
+- ChatGLM 1 to 3, Baichuan and Hunyuan-Large (keys and values shared between layers, `use_cla`) are in no class of
+  transformers that could be compared with, and are not served. Nor are models with hyper-connections and compressed KV
+  (DeepSeek V4, GLM-5.3).
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bough.config import reading
 from bough.config.fields import Fields
 from bough.config.model_facts import Gqa, HeadNorms, ModelFacts
+from bough.core.errors import UnsupportedModel
 from bough.models.hf_names import ATTENTION, ENDS, FEED_FORWARD, NORMS, in_layers
 from bough.models.makers import pre_norm
 from bough.weights.mapping import Mapping
@@ -17,6 +18,11 @@ def read(config: Fields) -> ModelFacts:
 
 
 def attention_of(config: Fields) -> list[Gqa]:
+    if config.flag("use_cla"):
+        raise UnsupportedModel(
+            what="the model's use_cla can't be served",
+            why="no class of transformers has layers that read keys and values of others (Hunyuan-Large) to compare with",
+        )
     width = reading.head_dim(config)
     bias = config.flag("attention_bias")
     heads = HeadNorms(norm=reading.rms_norm(config, default=1e-5), after_rope=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from bough.tokenizer.deepseek_templates import DEEPSEEK_V32
 from bough.tokenizer.mistral_templates import MISTRAL_TEMPLATES
 
 _CHATML: Final = (
@@ -94,6 +95,7 @@ BUILTIN_TEMPLATES: Final[dict[str, str]] = {
     "llama-3-instruct": _LLAMA_3,
     "gemma": _GEMMA,
     "gemma-it": _GEMMA,
+    "deepseek-v3.2": DEEPSEEK_V32,
     "mistral": _MISTRAL,
     **MISTRAL_TEMPLATES,
     "vicuna": _VICUNA,

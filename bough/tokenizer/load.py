@@ -15,6 +15,7 @@ from bough.config.hf import Checkpoint, checkpoint_of
 from bough.core.errors import ConfigError
 from bough.tokenizer.builtin_templates import BUILTIN_TEMPLATES
 from bough.tokenizer.chat_template import ChatTemplate
+from bough.tokenizer.deepseek_templates import OWN_FORMATS
 from bough.tokenizer.gguf import tokenizer_from_gguf
 from bough.tokenizer.mistral_templates import mistral_template
 from bough.tokenizer.ranks import TEKKEN, TEKKEN_SPECIAL, ranks_file, tokenizer_from_ranks, tokenizer_from_tekken
@@ -124,7 +125,7 @@ def _from_directory(path: Path, eos_ids: tuple[int, ...] | None, wish: _Wish) ->
     texts = {name: text for name, text in special.items() if text}
     ids = {name: codebook.id_of(texts[f"{name}_token"]) if f"{name}_token" in texts else None for name in _SPECIAL}
     ends: list[int | None] = [ids["eos"], *(_stated_ends(path) if eos_ids is None else eos_ids)]
-    templates = wish.template or _templates_in(path, settings)
+    templates = wish.template or _templates_in(path, settings) or _own_format(path)
     return _assemble(codebook, ids, ends, templates, texts)
 
 
@@ -248,6 +249,13 @@ def _templates_in(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(stated, list):
         return {entry["name"]: entry["template"] for entry in stated}
     return {}
+
+
+def _own_format(path: Path) -> dict[str, str]:
+    """The format of models that bring none, where theirs is known."""
+    architectures = _read_json(path / "config.json").get("architectures")
+    known = [each for each in architectures or () if isinstance(each, str) and each in OWN_FORMATS]
+    return {"default": OWN_FORMATS[known[0]]} if known else {}
 
 
 def _chosen_template(name: str) -> dict[str, str]:

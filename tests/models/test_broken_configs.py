@@ -110,3 +110,11 @@ def test_fields_are_checked_as_they_are_read() -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             read()
+
+
+def test_layers_of_hunyuan_that_share_kv_are_refused() -> None:
+    for prefix in ("HunYuanDenseV1", "HunYuanMoEV1"):
+        config = config_of(prefix)
+        assert isinstance(facts_or_refusal({**config, "use_cla": False}), ModelFacts)
+        refusal = facts_or_refusal({**config, "use_cla": True, "cla_share_factor": 2})
+        assert "use_cla can't be served" in str(refusal)
