@@ -57,7 +57,8 @@ class GlmTower(Tower):
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         shapes, grids = self.shapes, [item.grid[:3] for item in items]
-        patches = torch.cat([cut_patches(self.normalise(item.features), shapes) for item in items])
+        sizes = {"patch": shapes.patch, "merge": shapes.merge, "temporal": shapes.temporal}
+        patches = torch.cat([cut_patches(self.normalise(item.features), **sizes) for item in items])
         plan = plan_patches(grids, shapes, self.device)
         x_TD = self.pre_norm(self.patches(patches))
         x_TD = x_TD + torch.cat([self._learned_positions(h, w).repeat(t, 1) for t, h, w in grids])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bough.config.model_facts import NormFacts
 from bough.layers.build import Build
 from bough.layers.embedding import Table
 from bough.layers.linear import ReplicatedLinear
@@ -23,14 +24,15 @@ from bough.models.qwen_vision import QwenVision
 class Merger(nn.Module):
     """Neighbouring patches together become one position of the language model."""
 
-    def __init__(self, facts: QwenVision, build: Build, *, norm_merged: bool) -> None:
-        """`norm_merged`: the norm is over all patches of a position, not over each."""
+    def __init__(self, hidden: int, merge: int, out: int, norm: NormFacts, build: Build, *, norm_merged: bool) -> None:
+        """`hidden`, `out`: widths of a patch and of the language model; `merge`: patches along a side of a position;
+        `norm_merged`: the norm is over all patches of a position, not over each."""
         super().__init__()
-        self.width = facts.merged
-        self.norm_width = facts.merged if norm_merged else facts.block.hidden
-        self.norm = make_norm(facts.merger_norm, self.norm_width, build)
-        up = ReplicatedLinear(facts.merged, facts.merged, build, bias=True)
-        down = ReplicatedLinear(facts.merged, facts.out, build, bias=True)
+        self.width = hidden * merge**2
+        self.norm_width = self.width if norm_merged else hidden
+        self.norm = make_norm(norm, self.norm_width, build)
+        up = ReplicatedLinear(self.width, self.width, build, bias=True)
+        down = ReplicatedLinear(self.width, out, build, bias=True)
         self.mlp = nn.ModuleDict({"0": up, "2": down})
         """By the numbers that most checkpoints give them."""
 
@@ -66,8 +68,9 @@ class QwenTower(Tower):
         self.patches = PatchEmbedding(facts.kernel, facts.block.hidden, build, bias=facts.patch_bias)
         self.positions = Table(facts.grid_side**2, facts.block.hidden, build) if facts.grid_side else None
         self.blocks = nn.ModuleList(TowerBlock(facts.block, build) for _ in range(facts.depth))
-        self.merger = Merger(facts, build, norm_merged=False)
-        self.deep_mergers = nn.ModuleList(Merger(facts, build, norm_merged=True) for _ in facts.deep)
+        shapes = (facts.block.hidden, facts.merge, facts.out, facts.merger_norm, build)
+        self.merger = Merger(*shapes, norm_merged=False)
+        self.deep_mergers = nn.ModuleList(Merger(*shapes, norm_merged=True) for _ in facts.deep)
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         facts, grids = self.facts, [item.grid[:3] for item in items]
@@ -93,7 +96,9 @@ class QwenTower(Tower):
 
     def _cut(self, pixels: Tensor) -> Tensor:
         """uint8 [frames, height, width, 3] -> float32 patches [T, values], those of a position next to one another."""
-        return cut_patches(self.normalise(pixels), self.facts)
+        facts = self.facts
+        values = self.normalise(pixels)
+        return cut_patches(values, patch=facts.patch, merge=facts.merge, temporal=facts.temporal)
 
     def _learned_positions(self, h: int, w: int) -> Tensor:
         """[patches of a frame, D]: the grid of learned positions, stretched over `h x w` patches."""
@@ -109,9 +114,9 @@ class QwenTower(Tower):
         return total.to(table.dtype)
 
 
-def cut_patches(values: Tensor, facts: QwenVision) -> Tensor:
+def cut_patches(values: Tensor, *, patch: int, merge: int, temporal: int) -> Tensor:
     """float32 [frames, height, width, channels] -> patches [T, values], those of a position next to one another."""
-    p, m, t = facts.patch, facts.merge, facts.temporal
+    p, m, t = patch, merge, temporal
     if values.shape[0] % t:
         values = torch.cat([values, values[-1:].expand(t - values.shape[0] % t, -1, -1, -1)])
     frames, height, width, channels = values.shape

@@ -138,6 +138,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Mistral4ForCausalLM": "bough.models.mistral4",
     "GptOssForCausalLM": "bough.models.gpt_oss",
     "Gemma3ForConditionalGeneration": "bough.models.gemma3_vl",
+    "KimiK25ForConditionalGeneration": "bough.models.kimi_k25",
     "Llama4ForConditionalGeneration": "bough.models.llama4_vl",
     "Mistral3ForConditionalGeneration": "bough.models.mistral3",
     "Glm46VForConditionalGeneration": "bough.models.glm4v",

@@ -67,3 +67,15 @@ def bad_embeddings(why: str) -> MediaUnsupported:
     return MediaUnsupported(
         what="these embeddings can't be used", why=why, fix="send what the model's tower gives, as safetensors"
     )
+
+
+def embedded_grid(count: int, grid: tuple[int, ...], merge: int) -> tuple[int, int, int]:
+    """The grid of an image of which embeddings were sent, for families with a position for every `merge x merge` patches.
+    Raises `MediaError` if no image has it."""
+    h, w = grid[-2:] if len(grid) == 2 or (len(grid) == 3 and grid[0] == 1) else (0, 0)
+    if not h or h % merge or w % merge or h * w != count * merge**2:
+        raise bad_embeddings(
+            f"{count} positions and grid {list(grid)} are no image: it has a position for every {merge} x {merge} patches, "
+            "and grid is [height, width] in patches"
+        )
+    return (1, h, w)

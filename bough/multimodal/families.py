@@ -15,6 +15,7 @@ from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
+from bough.multimodal.kimi_k25 import KimiProcessor
 from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.mllama import MllamaProcessor
@@ -52,6 +53,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
+    "KimiK25ForConditionalGeneration": KimiProcessor,
     "Llama4ForConditionalGeneration": Llama4Processor,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": AnyresProcessor,

@@ -15,7 +15,8 @@ OF_VIDEOS: Final = FRAME_OPTIONS | {"min_frames"}
 """Settings that a request may send for all of its media, though images have no use for them."""
 _USUAL: Final = 32
 """Frames of a video, where neither the request nor the checkpoint says."""
-_MOST_FRAMES: Final = 10_000
+MOST_FRAMES: Final = 10_000
+"""Of a video, that a request may ask for."""
 _ONES: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
     "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
@@ -42,14 +43,14 @@ class FrameRules:
         settings = video_fields(config)
         if settings.has("num_frames") or not settings.has("fps"):
             return cls(num_frames=settings.count("num_frames", default=_USUAL))
-        return cls(num_frames=_MOST_FRAMES, fps=settings.positive("fps"))
+        return cls(num_frames=MOST_FRAMES, fps=settings.positive("fps"))
 
     def count(self, info: VideoInfo, options: Options) -> int:
         """As many as a request wants, or the checkpoint, and no more than there are."""
         wanted, fps = int(options.get("num_frames", self.num_frames)), float(options.get("fps", self.fps))
         if fps and "num_frames" not in options:
-            wanted = min(int(info.total / info.fps * fps), wanted if "fps" not in options else _MOST_FRAMES)
-        return max(1, min(wanted, int(options.get("max_frames", _MOST_FRAMES)), info.total))
+            wanted = min(int(info.total / info.fps * fps), wanted if "fps" not in options else MOST_FRAMES)
+        return max(1, min(wanted, int(options.get("max_frames", MOST_FRAMES)), info.total))
 
     def evenly(self, info: VideoInfo, options: Options) -> list[int]:
         """The first frames of equal parts of the video."""
@@ -64,7 +65,7 @@ class FrameRules:
 
 def frame_option(name: str, value: Any) -> int | float:
     """A setting of a request, one of `FRAME_OPTIONS`. Raises `InvalidRequest`."""
-    return bounded_number(name, value, 0.01, 120.0) if name == "fps" else bounded_count(name, value, 1, _MOST_FRAMES)
+    return bounded_number(name, value, 0.01, 120.0) if name == "fps" else bounded_count(name, value, 1, MOST_FRAMES)
 
 
 def number_in_words(number: int) -> str:

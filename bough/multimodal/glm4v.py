@@ -13,6 +13,7 @@ import numpy.typing as npt
 from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, processor_fields
 from bough.core.media import MediaKind
+from bough.multimodal.frames import MOST_FRAMES
 from bough.multimodal.glm_video import GlmVideoRules
 from bough.multimodal.processor import ItemShape, Marker, Options, Piece, Processed, Token, VideoInfo
 from bough.multimodal.qwen_sizes import resized
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 _LEAST: Final = 112 * 112
 _MOST: Final = 28 * 28 * 15_000
-_MOST_FRAMES: Final = 10_000
-"""Of a video, that a request may ask for."""
 
 
 class Glm4vProcessor(QwenImages):
@@ -58,7 +57,7 @@ class Glm4vProcessor(QwenImages):
         if kind == "image":
             return super().bounds(kind)
         most = self.rules.sizes.most
-        return {"min_pixels": most, "max_pixels": most, "num_frames": _MOST_FRAMES, "max_frames": _MOST_FRAMES}
+        return {"min_pixels": most, "max_pixels": most, "num_frames": MOST_FRAMES, "max_frames": MOST_FRAMES}
 
     def image(self, image: Image, options: Options) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
         least, most = int(options.get("min_pixels", self.least)), int(options.get("max_pixels", self.most))

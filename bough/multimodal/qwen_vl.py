@@ -16,7 +16,7 @@ from bough.config.fields import Fields
 from bough.config.image_facts import image_facts, pixel_bounds, processor_fields
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.embeds import bad_embeddings
+from bough.multimodal.embeds import embedded_grid
 from bough.multimodal.frames import OF_VIDEOS
 from bough.multimodal.processor import (
     ItemShape,
@@ -83,13 +83,7 @@ class QwenImages(Processor):
         return {"max_pixels": min(self.most, max(self.least, _LOW_DETAIL))}
 
     def embedded(self, count: int, grid: tuple[int, ...]) -> ItemShape:
-        h, w = grid[-2:] if len(grid) == 2 or (len(grid) == 3 and grid[0] == 1) else (0, 0)
-        if not h or h % self.merge or w % self.merge or h * w != count * self.merge**2:
-            raise bad_embeddings(
-                f"{count} positions and grid {list(grid)} are no image: it has a position for every {self.merge} x "
-                f"{self.merge} patches, and grid is [height, width] in patches"
-            )
-        return ItemShape((1, h, w), count, 0, embedded=True)
+        return ItemShape(embedded_grid(count, grid, self.merge), count, 0, embedded=True)
 
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
         return [PlaceholderRun(number, item.count) for number, item in enumerate(processed.items)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from families import V3_EXPERTS
+from families import LATENT_SIZES, V3_EXPERTS
 from pillow_vision import on_pillow
+from safetensors.torch import save_file
 from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily, VideoKind
 from tiny import SIZES as TEXT_SIZES
 from tiny_vision import EOS, IMAGE, VOCAB
@@ -34,6 +38,57 @@ def _llama4(tokenizer: Any, settings: dict[str, Any]) -> Any:
         return {**found, "pixel_values": found["pixel_values"].float()}
 
     return process
+
+
+def _kimi(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    images = on_pillow("kimi_k25.image_processing_kimi_k25.Kimi_K25ImageProcessor")(**settings)
+    return on_pillow("kimi_k25.processing_kimi_k25.Kimi_K25Processor")(images, tokenizer)
+
+
+def _save_kimi(reference: Any, folder: Path) -> None:
+    """By the names and in the config of `KimiK25ForConditionalGeneration`, as it is published: queries, keys and values are
+    one matrix, and neighbouring values of a head the pairs that are rotated."""
+    names = {
+        "model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
+        "model.vision_tower.layers.": "vision_tower.encoder.blocks.",
+        "model.vision_tower.final": "vision_tower.encoder.final",
+        "model.vision_tower.": "vision_tower.", "pos_emb.position_embeddings": "pos_emb.weight",
+        "model.mm_projector.pre_norm": "mm_projector.pre_norm", "model.mm_projector.in_proj": "mm_projector.proj.0",
+        "model.mm_projector.out_proj": "mm_projector.proj.2", ".norm1.": ".norm0.", ".norm2.": ".norm1.",
+        ".mlp.fc1.": ".mlp.fc0.", ".mlp.fc2.": ".mlp.fc1.", ".attn.proj.": ".wo.", ".attn.q_proj.": ".wqkv.",
+    }  # fmt: skip
+    tensors = dict(reference.state_dict())
+    made = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            stem = name.replace("model.language_model.", "language_model.model.").rpartition(".")[0]
+            for number, expert in enumerate(tensor):
+                parts = zip(("gate", "up"), expert.chunk(2), strict=True) if "gate_up" in name else [("down", expert)]
+                made |= {f"{stem}.{number}.{part}_proj.weight": each.clone() for part, each in parts}
+            continue
+        if ".attn.k_proj." in name or ".attn.v_proj." in name:
+            continue
+        if ".attn.q_proj." in name:
+            heads = reference.config.vision_config.num_attention_heads
+            q, k, v = (tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv")
+            paired = [each.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) for each in (q, k)]
+            tensor = torch.cat([*paired, v])
+        for old, new in names.items():
+            name = name.replace(old, new)
+        made[name] = tensor.clone()
+    save_file(made, folder / "model.safetensors")
+    vision, text = reference.config.vision_config, reference.config.text_config.to_dict()
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "tie_word_embeddings": False,
+        "text_config": {**text, "model_type": "kimi_k2"}, "media_placeholder_token_id": IMAGE,
+        "vision_config": {
+            "vt_hidden_size": vision.hidden_size, "vt_intermediate_size": vision.intermediate_size,
+            "vt_num_hidden_layers": vision.num_hidden_layers, "vt_num_attention_heads": vision.num_attention_heads,
+            "patch_size": vision.patch_size, "init_pos_emb_height": vision.pos_emb_height,
+            "init_pos_emb_width": vision.pos_emb_width, "merge_kernel_size": [2, 2],
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 GLM_TEXT = {
@@ -63,6 +118,7 @@ GLM_VIDEO = VideoKind(
     "glm4v.video_processing_glm4v.Glm4vVideoProcessor", GLM_VIDEOS, "<|begin_of_video|><|video|><|end_of_video|>"
 )
 GLM_MARK = "<|begin_of_image|><|image|><|end_of_image|>"
+KIMI_SETTINGS = {"size": {"max_height": 12, "max_width": 12}, "max_patches": 60, "patch_size": 4, **HALF}
 LATER: dict[str, TileFamily] = {
     "glm4v": TileFamily(
         "Glm4v",
@@ -93,6 +149,39 @@ LATER: dict[str, TileFamily] = {
         GLM_MARKS,
         GLM_MARK,
         GLM_VIDEO,
+    ),
+    "kimi_k25": TileFamily(
+        "Kimi_K25",
+        {
+            "text_config": {
+                **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS, **V3_EXPERTS, **LATENT_SIZES, "n_group": 1,
+                "topk_group": 1, "model_type": "deepseek_v3",
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "patch_size": 4, "pos_emb_height": 5, "pos_emb_width": 5, "pos_emb_time": 4,
+            },
+            "image_token_id": IMAGE, "video_token_id": 301, "projection_hidden_size": 32, "tie_word_embeddings": False,
+        },
+        KIMI_SETTINGS,
+        _kimi,
+        {
+            IMAGE: "<|media_pad|>", 301: "<|kimi_k25_video_placeholder|>", 302: "<|media_begin|>",
+            303: "<|media_content|>", 304: "<|media_end|>",
+        },
+        "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        VideoKind(
+            "kimi_k25.video_processing_kimi_k25.Kimi_K25VideoProcessor",
+            {**KIMI_SETTINGS, "max_patches": 40, "temporal_patch_size": 3},
+            "<|kimi_k25_video_placeholder|>",
+        ),
+        _save_kimi,
+        {
+            "media_proc_cfg": {
+                "in_patch_limit": 60, "patch_limit_on_one_side": 12, "in_patch_limit_each_frame": 40, "patch_size": 4,
+                "sample_fps": 2.0, "temporal_merge_kernel_size": 3, **HALF,
+            }
+        },
     ),
     "llama4": TileFamily(
         "Llama4",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,5 +54,9 @@ class TileFamily:
     """What stands for an image in a text."""
     video: VideoKind | None = None
     """Where the family takes videos."""
+    save: Callable[[Any, Path], None] | None = None
+    """Writes the checkpoint, where transformers writes another one than is published."""
+    files: dict[str, Any] | None = None
+    """preprocessor_config.json, if it holds other words than those of transformers' image processor."""
     features: Callable[[Any, dict[str, Any]], Tensor] = pooled
     """What transformers' model makes of what its processor made of images: [positions, width]."""

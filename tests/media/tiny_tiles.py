@@ -339,8 +339,11 @@ def load_tiled(name: str) -> Tiled:
     torch.manual_seed(sum(name.encode()))
     reference = getattr(transformers, f"{family.prefix}ForConditionalGeneration")(config).eval()
     shake(reference)
-    reference.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if family.save is None:
+        reference.save_pretrained(folder)
+    else:
+        family.save(reference, folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.files or family.processor))
     if family.video is not None:
         (folder / "video_preprocessor_config.json").write_text(json.dumps(family.video.settings))
     make_tokenizer(folder, {EOS: "<|endoftext|>", **family.special})
