@@ -355,6 +355,7 @@ class Engine:
             self._running.facts,
             model=self._checkpoint.name,
             rerank_template=self.config.server.rerank_template,
+            embedding_template=self.config.server.embedding_template,
             delimiter=self.config.server.multi_item_scoring_delimiter,
         )
         await engine_client.start()

@@ -443,8 +443,11 @@ class ServerConfig:
     isolate_cache: bool = False
     """Share cached prefixes only between requests with the same name of API key."""
     rerank_template: str = "auto"
-    """Prompt for reranking with a generative model: qwen3, plain, or a Jinja file that uses query, document and
+    """Prompt for reranking with a generative model: qwen3, qwen3-vl, plain, or a Jinja file that uses query, document and
     instruct."""
+    embedding_template: str = "auto"
+    """Prompt around each input of an embedding model: gme-qwen2-vl, qwen3-vl, none, or a Jinja file that uses instruct,
+    media and text. auto: by the model's name."""
     multi_item_scoring_delimiter: int = -1
     """Token id between the query and each item of a /v1/score request that does not set one; -1: none."""
     moderation_categories: str = ""

@@ -227,6 +227,7 @@ def _embedder(
         dimensions=dimensions,
         any_dimension=any_dimension,
         whole=facts.bidirectional or modes != ("last",),
+        media=facts.tower.kinds if facts.tower is not None and modes == ("last",) and not facts.bidirectional else (),
         prompts=prompts,
         default_prompt=prompts.get(str(settings.get("default_prompt_name")), ""),
         **_text_rules(folder),

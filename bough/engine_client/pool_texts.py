@@ -29,9 +29,13 @@ class MediaText:
 
     text: str
     media: tuple[MediaInput, ...]
+    is_prompt: bool = False
+    """A chat template has written it: no other template is put around it. It may be without media."""
 
 
 Input: TypeAlias = PlainInput | MediaText
+Side: TypeAlias = str | MediaText
+"""A query or a document."""
 
 WHOLE = -1
 """As `PoolOptions.truncate`: to the context's length."""
@@ -51,6 +55,8 @@ class PoolOptions:
     add_special_tokens: bool = True
     prompt_name: str | None = None
     """Which of the model's prompts goes before each text; None: its default one, if it has any."""
+    instruct: str = ""
+    """What embeddings are for, where the model has a template with a place for it."""
     rid: str = ""
     priority: int = 0
     caller: Caller = ANYBODY

@@ -20,8 +20,10 @@ from bough.core.errors import ConfigError, InvalidRequest, RequestFailed
 from bough.core.messages import Delta, Ids, LogprobSpec
 from bough.core.sampling import SamplingParams
 from bough.engine_client.client import EngineClient
+from bough.engine_client.embed_prompt import choose_embed_prompt
 from bough.engine_client.endings import as_error
-from bough.engine_client.pool_texts import PLAIN, Input, MediaText, PoolOptions, Text, TextEncoder, bad_field
+from bough.engine_client.pool_texts import PLAIN, Input, MediaText, PoolOptions, Side, Text, TextEncoder, bad_field
+from bough.engine_client.prompt_template import PromptTemplate
 from bough.engine_client.request import Request
 from bough.engine_client.rerank_prompt import BUILT_IN, Renderer, choose_prompt, label_id
 from bough.engine_client.scores import Floats, cosine, probabilities, scaled, shortened, sparse_dot
@@ -66,6 +68,7 @@ class Pooler:
         *,
         model: str,
         rerank_template: str = "auto",
+        embedding_template: str = "auto",
         delimiter: int = -1,
     ) -> None:
         """`facts`: what the engine said when it was ready. `delimiter`: the token between query and item for requests that
@@ -90,6 +93,9 @@ class Pooler:
         if self._prompt is None and self.pooling is None:
             self._prompt = BUILT_IN["qwen3" if self._tokens is not None else "plain"]
         self._renderer = Renderer(self._prompt) if self._prompt is not None else None
+        self._embed_prompt: PromptTemplate | None = None
+        if self.pooling is not None and self.pooling.task == "embed" and not self.pooling.apart:
+            self._embed_prompt = choose_embed_prompt(embedding_template, model)
         if not -1 <= delimiter < engine_client.vocab_size:
             raise ConfigError(
                 what=f"--multi-item-scoring-delimiter is {delimiter}",
@@ -104,15 +110,19 @@ class Pooler:
     async def pool(self, inputs: Sequence[Input], options: PoolOptions = PLAIN) -> list[Pooled]:
         """The model's raw result for each input: an embedding, sparse pairs, or logits of labels."""
         pooling = self.needs("embed", "sparse", "classify")
-        plain = [each for each in inputs if not isinstance(each, MediaText)]
         prefix = self._prefix(options) if pooling.task == "embed" else ""
+        self._check_instruct(options)
+        if self._embed_prompt is not None:
+            inputs, prefix = await self._with_template(inputs, options, prefix, self._embed_prompt), ""
+            options = replace(options, truncate=None)
+        plain = [each for each in inputs if not isinstance(each, MediaText)]
         encoded = iter(await self._texts.encode(plain, options, prefix))
         counts: list[int | None] = []
         requests = []
         for at, each in enumerate(inputs):
             prompt: str | Ids
             if isinstance(each, MediaText):
-                prompt, second_at, media = self._media_prompt(each, pooling), 0, each.media
+                prompt, second_at, media = self._media_prompt(each, options, pooling), 0, each.media
                 counts.append(None)
             else:
                 ids, second_at = next(encoded)
@@ -130,13 +140,64 @@ class Pooler:
         seconds = time.monotonic() - began
         return [_pooled(*each, seconds) for each in zip(deltas, counts, names, strict=True)]
 
-    def _media_prompt(self, given: MediaText, pooling: PoolingFacts) -> str | Ids:
+    def _check_instruct(self, options: PoolOptions) -> None:
+        if options.instruct and self._embed_prompt is None:
+            raise bad_field(
+                "instruct",
+                "the served model has no template with a place for it",
+                "leave it out, or start the server with --embedding-template",
+            )
+
+    async def _with_template(
+        self, inputs: Sequence[Input], options: PoolOptions, prefix: str, template: PromptTemplate
+    ) -> list[Input]:
+        """Texts within the model's template; token ids and whole prompts as they are."""
+        size = sum(len(each) for each in inputs if isinstance(each, str)) + template.num_chars * len(inputs)
+        return await self._texts.beside_the_loop(
+            lambda: [self._templated(each, options, prefix, template) for each in inputs], size
+        )
+
+    def _templated(self, given: Input, options: PoolOptions, prefix: str, template: PromptTemplate) -> Input:
+        if isinstance(given, MediaText):
+            if given.is_prompt:
+                return given
+            marks = self._marks(given)
+            return replace(
+                given, text=template.render(media=marks, text=prefix + given.text, instruct=options.instruct)
+            )
+        if not isinstance(given, str):
+            return given
+        tokenizer, most = self._engine_client.tokenizer, self._texts.limit(options)
+        text = template.render(media="", text=prefix + given, instruct=options.instruct)
+        if most is None or tokenizer is None:
+            return text
+        over = len(tokenizer.encode(text, add_special_tokens=options.add_special_tokens)) - most
+        if over <= 0:
+            return text
+        ids = tokenizer.encode(prefix + given, add_special_tokens=False)
+        kept = tokenizer.decode(ids[: max(0, len(ids) - over - _SEAM_TOKENS)])
+        return template.render(media="", text=kept, instruct=options.instruct)
+
+    def _marks(self, given: MediaText) -> str:
+        """What stands for the media of an input in a prompt."""
+        media = self._engine_client.media
+        return "" if media is None else "".join(media.placer.marker_text(each.kind) for each in given.media)
+
+    def _closing(self, text: str, options: PoolOptions, pooling: PoolingFacts) -> str:
+        """What is still missing at the end of a prompt, where the tokenizer's end closes every text."""
+        tokenizer = self._engine_client.tokenizer
+        if not pooling.append_eos or not options.add_special_tokens or tokenizer is None or tokenizer.eos_id is None:
+            return ""
+        end = tokenizer.token_text(tokenizer.eos_id)
+        return "" if text.endswith(end) else end
+
+    def _media_prompt(self, given: MediaText, options: PoolOptions, pooling: PoolingFacts) -> str | Ids:
         """What stands in the prompt of an input with media. Raises `InvalidRequest` if the model can't take it."""
         engine_media = self._engine_client.media
         if not pooling.media or engine_media is None:
-            return given.text  # refused for its media, as every text model does
+            return given.text + self._closing(given.text, options, pooling)  # media are refused, as by every text model
         if not pooling.apart:
-            return given.text
+            return given.text + self._closing(given.text, options, pooling)
         where = given.media[0].param
         if given.text.strip() or len(given.media) > 1:
             raise InvalidRequest(
@@ -172,19 +233,26 @@ class Pooler:
     # -- scores ----------------------------------------------------------------------------------------------------
 
     async def relevance(
-        self, pairs: Sequence[tuple[str, str]], options: PoolOptions = PLAIN, *, instruct: str = ""
+        self, pairs: Sequence[tuple[Side, Side]], options: PoolOptions = PLAIN, *, instruct: str = ""
     ) -> PooledScores:
-        """How relevant each pair's second text is to its first: by whatever the model can do."""
+        """How relevant each pair's second side is to its first: by whatever the model can do."""
         pooling = self.pooling
+        texts = [(first, second) for first, second in pairs if isinstance(first, str) and isinstance(second, str)]
         if pooling is None:
-            return await self._by_answers(pairs, options, instruct)
+            if len(texts) < len(pairs):
+                return await self._by_answers_to_media(pairs, options, instruct)
+            return await self._by_answers(texts, options, instruct)
         if pooling.task == "classify":
-            return await self._by_classifier(pairs, options, instruct, pooling)
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        found = await self.pool(texts, options)
-        vectors = dict(zip(texts, (each.values for each in found), strict=True))
+            if len(texts) < len(pairs):
+                raise InvalidRequest(
+                    what="a query or document has media", why="the served model compares texts", fix="send texts"
+                )
+            return await self._by_classifier(texts, options, instruct, pooling)
+        sides = {_side_key(side): side for pair in pairs for side in pair}
+        found = await self.pool(list(sides.values()), options)
+        vectors = dict(zip(sides, (each.values for each in found), strict=True))
         compare = cosine if pooling.task == "embed" else sparse_dot
-        scores = [[compare(vectors[first], vectors[second])] for first, second in pairs]
+        scores = [[compare(vectors[_side_key(first)], vectors[_side_key(second)])] for first, second in pairs]
         return PooledScores(scores, sum(each.prompt_tokens for each in found))
 
     async def label_scores(
@@ -258,6 +326,39 @@ class Pooler:
 
     async def _by_answers(self, pairs: Sequence[tuple[str, str]], options: PoolOptions, instruct: str) -> PooledScores:
         """The odds that a generative model says yes."""
+        renderer, labels = self._asking()
+        texts = await self._rendered(pairs, instruct, options, renderer)
+        plain = replace(options, add_special_tokens=False, truncate=None)
+        found = await self._next_token(texts, labels, len(labels) > 1, plain)
+        return PooledScores([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
+
+    async def _by_answers_to_media(
+        self, pairs: Sequence[tuple[Side, Side]], options: PoolOptions, instruct: str
+    ) -> PooledScores:
+        """The same, where queries or documents have media. Nothing is cut."""
+        renderer, labels = self._asking()
+        requests = []
+        for at, pair in enumerate(pairs):
+            query, document = (each if isinstance(each, MediaText) else MediaText(each, ()) for each in pair)
+            text = renderer.render(self._marks(query) + query.text, self._marks(document) + document.text, instruct)
+            media = (query.media + document.media) if renderer.query_first else (document.media + query.media)
+            requests.append(
+                Request(
+                    prompt=text, media=media, add_special_tokens=False, sampling=_NEXT_TOKEN, want_text=False,
+                    logprobs=LogprobSpec(token_ids=labels), priority=options.priority, caller=options.caller,
+                    deadline_s=options.deadline_s, rid=_rid(options.rid, at, len(pairs)),
+                )
+            )  # fmt: skip
+        deltas, _ = await self._collect(requests)
+        rows = [delta.logprobs.chosen[0] if delta.logprobs and delta.logprobs.chosen else [] for delta in deltas]
+        ends = [delta.end for delta in deltas if delta.end is not None]
+        scores = _by_label(rows, labels, len(labels) > 1)
+        return PooledScores(
+            [row[:1] for row in scores], sum(end.prompt_tokens for end in ends), sum(end.cached_tokens for end in ends)
+        )
+
+    def _asking(self) -> tuple[Renderer, tuple[int, ...]]:
+        """How a generative model is asked, and the tokens of its answers. Raises `InvalidRequest` if it can't be."""
         tokenizer = self._engine_client.tokenizer
         if tokenizer is None or self._renderer is None or self._prompt is None:
             raise InvalidRequest(
@@ -266,13 +367,9 @@ class Pooler:
                 fix="use /v1/score with token ids",
             )
         if self._tokens is not None:
-            labels = [self._tokens.true_id, *([] if self._tokens.false_id is None else [self._tokens.false_id])]
-        else:
-            labels = [label_id(tokenizer, text) for text in (self._prompt.yes, self._prompt.no)]
-        texts = await self._rendered(pairs, instruct, options, self._renderer)
-        plain = replace(options, add_special_tokens=False, truncate=None)
-        found = await self._next_token(texts, tuple(labels), len(labels) > 1, plain)
-        return PooledScores([row[:1] for row in found.scores], found.prompt_tokens, found.cached_tokens)
+            false_id = self._tokens.false_id
+            return self._renderer, (self._tokens.true_id, *(() if false_id is None else (false_id,)))
+        return self._renderer, tuple(label_id(tokenizer, text) for text in (self._prompt.yes, self._prompt.no))
 
     async def _rendered(
         self, pairs: Sequence[tuple[str, str]], instruct: str, options: PoolOptions, renderer: Renderer
@@ -402,6 +499,11 @@ class Pooler:
         finally:
             for stream in streams:
                 stream.abort()
+
+
+def _side_key(side: Side) -> str | int:
+    """What tells queries and documents apart: texts by what they say."""
+    return side if isinstance(side, str) else id(side)
 
 
 def _padded(ids: Ids, pooling: PoolingFacts) -> Ids:

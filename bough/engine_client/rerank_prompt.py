@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-import jinja2
-
-from bough.core.errors import ConfigError, InvalidRequest
+from bough.core.errors import InvalidRequest
+from bough.engine_client.prompt_template import PromptTemplate, read_template
 from bough.tokenizer import Tokenizer
-from bough.tokenizer.template_sandbox import TemplateEnvironment, TemplateRefused, compile_template, render_bounded
 
 DEFAULT_INSTRUCT: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3: Final = (
@@ -21,10 +18,16 @@ _QWEN3: Final = (
     "<Query>: {{ query }}\n<Document>: {{ document }}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n\n"
 )
 """Jinja takes the last newline away."""
+_QWEN3_VL: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {{ instruct }}'
+    "<Query>:{{ query }}\n<Document>:{{ document }}<|im_end|>\n<|im_start|>assistant\n\n"
+)
 _PLAIN: Final = (
     "{{ instruct }}.\n\nQuery: {{ query }}\n\nDocument: {{ document }}\n\n"
     "Question: Is the document relevant to the query? Answer yes or no.\nAnswer:"
 )
+_PROBES: Final = ("the-query-stands-here", "the-document-stands-here")
 _LABELS: Final = re.compile(r"\{#\s*labels:\s*(.+?)\s*,\s*(.+?)\s*#\}")
 
 
@@ -35,9 +38,17 @@ class RerankPrompt:
     source: str
     yes: str
     no: str
+    instruct: str = DEFAULT_INSTRUCT
+    """Where a request says nothing about what "relevant" means."""
 
 
-BUILT_IN: Final = {"qwen3": RerankPrompt(_QWEN3, "yes", "no"), "plain": RerankPrompt(_PLAIN, " yes", " no")}
+BUILT_IN: Final = {
+    "qwen3": RerankPrompt(_QWEN3, "yes", "no"),
+    "qwen3-vl": RerankPrompt(
+        _QWEN3_VL, "yes", "no", "Given a search query, retrieve relevant candidates that answer the query."
+    ),
+    "plain": RerankPrompt(_PLAIN, " yes", " no"),
+}
 
 
 def choose_prompt(setting: str, model: str) -> RerankPrompt | None:
@@ -47,18 +58,12 @@ def choose_prompt(setting: str, model: str) -> RerankPrompt | None:
     """
     if setting == "auto":
         name = model.lower()
-        return BUILT_IN["qwen3"] if "qwen3" in name and "rerank" in name else None
+        if "qwen3" not in name or "rerank" not in name:
+            return None
+        return BUILT_IN["qwen3-vl" if "qwen3-vl" in name else "qwen3"]
     if setting in BUILT_IN:
         return BUILT_IN[setting]
-    path = Path(setting)
-    if not path.is_file():
-        raise ConfigError(
-            what=f"there is no rerank template {setting!r}",
-            why="it is neither a file nor the name of a built-in one",
-            fix=f"give a file, or one of {', '.join(BUILT_IN)}",
-            param="rerank_template",
-        )
-    source = path.read_text(encoding="utf-8")
+    source = read_template(setting, "rerank", BUILT_IN)
     named = _LABELS.search(source)
     prompt = RerankPrompt(source, *(named.groups() if named else ("yes", "no")))
     Renderer(prompt)
@@ -69,24 +74,16 @@ class Renderer:
     """A compiled template."""
 
     def __init__(self, prompt: RerankPrompt) -> None:
-        self.num_chars = len(prompt.source)
+        self._template = PromptTemplate(prompt.source, "rerank")
+        self.num_chars = self._template.num_chars
         """About what it adds to a query and a document."""
-        self._environment = TemplateEnvironment()
-        try:
-            self._template = compile_template(self._environment, prompt.source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                what="the rerank template can't be read", why=str(error), fix="check it", param="rerank_template"
-            ) from error
+        self._instruct = prompt.instruct
+        probe = self.render(*_PROBES, "")
+        self.query_first = probe.find(_PROBES[0]) <= probe.find(_PROBES[1])
+        """Whether the query stands before the document, and its media before that one's."""
 
     def render(self, query: str, document: str, instruct: str) -> str:
-        variables = {"query": query, "document": document, "instruct": instruct or DEFAULT_INSTRUCT}
-        try:
-            return render_bounded(self._environment, self._template, variables)
-        except (TemplateRefused, jinja2.TemplateError) as error:
-            raise InvalidRequest(
-                what="the rerank template can't render this query and document", why=str(error), fix="send others"
-            ) from error
+        return self._template.render(query=query, document=document, instruct=instruct or self._instruct)
 
 
 def label_id(tokenizer: Tokenizer, text: str) -> int:

@@ -110,6 +110,7 @@ class Service:
             self.served.facts,
             model=f"{self.served.name} {self.config.model.model}",
             rerank_template=self.config.server.rerank_template,
+            embedding_template=self.config.server.embedding_template,
             delimiter=self.config.server.multi_item_scoring_delimiter,
         )
 

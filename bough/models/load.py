@@ -93,7 +93,7 @@ def build_model(
             checkpoint,
             progress,
             _names(checkpoint),
-            left_out=TOWER if facts.tower is None else "",
+            left_out=_left_out(facts, pooling),
             rank=mesh.world.rank,
         )
         if isinstance(model, PooledModel):
@@ -104,6 +104,13 @@ def build_model(
         _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()
     return model  # type: ignore[return-value]
+
+
+def _left_out(facts: ModelFacts, pooling: PoolingFacts | None) -> str:
+    """What the names of slots begin with that the model is made without; empty: it has all parts."""
+    if facts.tower is not None:
+        return ""
+    return TOWER if pooling is None else f"body.{TOWER}"
 
 
 def _architecture(facts: ModelFacts, pooling: PoolingFacts | None) -> Architecture:

@@ -171,7 +171,7 @@ def pooled_architecture(facts: ModelFacts, pooling: PoolingFacts) -> Architectur
         return _encoder_architecture(pooling)
     if is_dual(facts.architecture):
         return _dual_architecture(pooling)
-    name = f"{pooling.family}ForCausalLM"
+    name = facts.architecture if facts.architecture in architectures() else f"{pooling.family}ForCausalLM"
     if name not in architectures():
         known = sorted({*ENCODERS, *DUAL_ENCODERS, *(each.removesuffix("ForCausalLM") for each in architectures())})
         raise UnsupportedModel(
@@ -246,9 +246,12 @@ def _precise(build: Build) -> Build:
 
 def _under_body(rules: Iterable[Rule]) -> Iterable[Rule]:
     """A generative model's rules for the same model as a body; checkpoints of bodies may leave out the leading `model.`"""
-    for rule in rules:
-        short = renamed(rule, lambda source: source.removeprefix("model."))
-        for each in (rule,) if short == rule else (short, rule):
+    given = list(rules)
+    short = [renamed(rule, lambda source: source.removeprefix("model.")) for rule in given]
+    known: list[Rule] = []
+    for each in (*short, *given):
+        if each not in known:  # families with several prefixes have both already
+            known.append(each)
             yield retargeted(each, lambda target: f"body.{target}")
 
 

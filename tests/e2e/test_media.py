@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((made / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 1024  # descriptions of tools are long, in single bytes
     (made / "config.json").write_text(json.dumps(config))
+    (made / "rerank.jinja").write_text("{# labels: y, n #}{{ document }}|{{ query }}|{{ instruct }}:")
     (made / "allowed").mkdir()
     (made / "allowed" / "a.png").write_bytes(PICTURE)
     return made
@@ -70,7 +71,7 @@ def server(folder: Path) -> Iterator[Server]:
         "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 1024,
         "custom_kernels": False, "allowed_local_media_path": str(folder / "allowed"),
         "allowed_media_domains": "127.0.0.1/32", "limit_mm_data_per_request": '{"image": 3}', "page_size": 4,
-        "enable_mm_embeds": True,
+        "enable_mm_embeds": True, "rerank_template": str(folder / "rerank.jinja"),
     })  # fmt: skip
     yield made
     made.end()
@@ -376,3 +377,25 @@ def test_first_tokens_are_timed_over_http(server: Server, capsys: pytest.Capture
     assert [json.loads(line)["workload"] for line in capsys.readouterr().out.splitlines()] == [
         "new image over HTTP", "same image over HTTP",
     ]  # fmt: skip
+
+
+def test_images_are_reranked_by_the_odds_of_an_answer(server: Server) -> None:
+    """As the same prompt scores by itself; the document's image stands before the query's, as the template has it."""
+    body = {
+        "query": {"image": data_url(OTHER), "text": "q"}, "instruct": "i",
+        "documents": ["d", {"content": [image(data_url()), {"type": "text", "text": "d"}]}],
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/rerank", json=body, timeout=60).json()
+    scores = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    labels = [ord("y") - 33, ord("n") - 33]
+    for index, text, images in ((0, f"d|{mark}q|i:", [OTHER]), (1, f"{mark}d|{mark}q|i:", [PICTURE, OTHER])):
+        found = native(
+            server, text=text, image_data=[data_url(each) for each in images], return_logprob=True,
+            token_ids_logprob=labels, sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        )  # fmt: skip
+        logprobs = {token: value for value, token, *_ in found["meta_info"]["output_token_ids_logprobs"][0]}
+        odds = np.exp([logprobs[label] for label in labels])
+        assert scores[index] == pytest.approx(odds[0] / odds.sum(), abs=1e-4)
+    assert scores[0] != scores[1]
+    assert answer["usage"]["prompt_tokens"] > 3 * POSITIONS

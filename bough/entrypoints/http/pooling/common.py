@@ -8,15 +8,17 @@ from typing import Any, cast
 from msgspec.structs import replace
 from starlette.requests import Request
 
+from bough.config.pooling_facts import PoolingFacts
 from bough.core import bounds
 from bough.core.errors import InvalidRequest
 from bough.engine_client import PoolOptions
 from bough.engine_client.media_fields import native_media, processor_options
-from bough.engine_client.pool_texts import WHOLE, Input, MediaText
+from bough.engine_client.pool_texts import WHOLE, Input, MediaText, Side
 from bough.engine_client.request import priority_of
 from bough.entrypoints.http.openai.messages import check_messages
 from bough.entrypoints.http.pooling.schema import EmbeddingsRequest, Inputs, MixedInput, PoolingBody
 from bough.entrypoints.http.replies import caller_of, deadline_of
+from bough.entrypoints.served_model import ServedModel
 
 
 def options_of(
@@ -61,8 +63,8 @@ def inputs_of(given: Inputs, param: str = "input") -> list[Input]:
     )
 
 
-def mixed_inputs(asked: EmbeddingsRequest, kinds: Collection[str]) -> list[Input]:
-    """All forms that /v1/embeddings takes. `kinds`: the media that the model takes. Raises `InvalidRequest`."""
+def mixed_inputs(asked: EmbeddingsRequest, served: ServedModel, pooling: PoolingFacts) -> list[Input]:
+    """All forms that /v1/embeddings takes. Raises `InvalidRequest`."""
     if (asked.input is None) == (asked.messages is None):
         raise InvalidRequest(
             what="input is missing" if asked.input is None else "input and messages were both given",
@@ -72,18 +74,49 @@ def mixed_inputs(asked: EmbeddingsRequest, kinds: Collection[str]) -> list[Input
         )
     options = processor_options(asked.mm_processor_kwargs)
     if asked.messages is not None:
-        messages, media = check_messages(asked.messages, kinds, options)
-        text = "\n".join(texts_of(messages))
-        return [MediaText(text, media) if media else text]
+        return [_chat(asked, asked.messages, served, pooling, options)]
     given = [asked.input] if isinstance(asked.input, MixedInput) else asked.input
     assert given is not None, "one of them is there"
     if isinstance(given, str) or not any(isinstance(each, MixedInput) for each in given):
         return inputs_of(cast(Inputs, given))
     bounds.count("embeddings", given, "input")
-    return [_mixed(each, f"input[{at}]", options) for at, each in enumerate(given)]
+    return [_mixed(each, f"input[{at}]", pooling.media, options) for at, each in enumerate(given)]
 
 
-def _mixed(given: str | int | list[int] | MixedInput, where: str, options: Mapping[str, Any]) -> Input:
+def side_of(given: str | MixedInput | list[dict[str, Any]], where: str, kinds: Collection[str]) -> Side:
+    """A query or a document. `kinds`: the media that the model takes. Raises `InvalidRequest`."""
+    if isinstance(given, str):
+        return given
+    return _mixed_input(MixedInput(content=given) if isinstance(given, list) else given, where, kinds, {})
+
+
+def _chat(
+    asked: EmbeddingsRequest,
+    given: Sequence[dict[str, Any]],
+    served: ServedModel,
+    pooling: PoolingFacts,
+    options: Mapping[str, Any],
+) -> Input:
+    """Messages as one input: as the model's chat template writes them, or without one, their texts one below the other."""
+    messages, media = check_messages(given, pooling.media, options)
+    template = None if served.tokenizer is None or pooling.apart else served.tokenizer.chat_template
+    if template is None:
+        text = "\n".join(texts_of(messages))
+        return MediaText(text, media) if media else text
+    text = template.render(
+        messages,
+        tools=None,
+        add_generation_prompt=asked.add_generation_prompt is not False and not asked.continue_final_message,
+        continue_final_message=bool(asked.continue_final_message),
+        kwargs={**served.template_defaults, **(asked.chat_template_kwargs or {})},
+        markers=served.markers,
+    )
+    return MediaText(text, media, is_prompt=True)
+
+
+def _mixed(
+    given: str | int | list[int] | MixedInput, where: str, kinds: Collection[str], options: Mapping[str, Any]
+) -> Input:
     if isinstance(given, str):
         return given
     if not isinstance(given, MixedInput):
@@ -93,6 +126,14 @@ def _mixed(given: str | int | list[int] | MixedInput, where: str, options: Mappi
             fix="send texts, or a request for the token ids alone",
             param=where,
         )
+    return _mixed_input(given, where, kinds, options)
+
+
+def _mixed_input(given: MixedInput, where: str, kinds: Collection[str], options: Mapping[str, Any]) -> Side:
+    if given.content is not None:
+        messages, parts = check_messages([{"role": "user", "content": given.content}], kinds, options)
+        text = "\n".join(texts_of(messages))
+        return MediaText(text, parts) if parts else text
     fields = {"image_data": given.image, "video_data": given.video, "audio_data": given.audio}
     media = native_media({**fields, "mm_processor_kwargs": options})
     if media:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -40,10 +41,11 @@ def embeddings(service: Service) -> Handler:
                 fix='send "encoding_format": "float"',
                 param="encoding_format",
             )
-        options = options_of(
-            asked, request, prompt_name=asked.prompt_name, add_special_tokens=asked.add_special_tokens
-        )  # fmt: skip
-        work = pooler.embed(mixed_inputs(asked, facts.media), options, dimensions=asked.dimensions)
+        options = replace(
+            options_of(asked, request, prompt_name=asked.prompt_name, add_special_tokens=asked.add_special_tokens),
+            instruct=asked.instruct or asked.instruction or "",
+        )
+        work = pooler.embed(mixed_inputs(asked, service.served, facts), options, dimensions=asked.dimensions)
         found = await client_of(request).wait_for(work)
         data = [
             {

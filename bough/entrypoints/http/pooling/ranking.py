@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from bough.engine_client.pooled_native import ranked
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.fields import served_name
-from bough.entrypoints.http.pooling.common import options_of, usage
+from bough.entrypoints.http.pooling.common import options_of, side_of, usage
 from bough.entrypoints.http.pooling.schema import RerankRequest, ScoreRequest
 from bough.entrypoints.http.replies import client_of, json_reply
 from bough.entrypoints.service import Service
@@ -30,9 +31,12 @@ def rerank(service: Service) -> Handler:
         body = await read_json(request, RerankRequest, most=server.max_body_bytes, strict=server.strict_api)
         asked = body.value
         name = served_name(service.served, asked.model)
-        documents = [each if isinstance(each, str) else each.text for each in asked.documents]
-        _check_documents(documents, asked.top_n)
-        pairs = [(asked.query, document) for document in documents]
+        _check_documents(asked.documents, asked.top_n)
+        kinds = service.served.facts.get("media") or ()
+        sides = [side_of(each, f"documents[{at}]", kinds) for at, each in enumerate(asked.documents)]
+        query = side_of(asked.query, "query", kinds)
+        documents = [side if isinstance(side, str) else side.text for side in sides]
+        pairs = [(query, side) for side in sides]
         work = pooler.relevance(
             pairs, options_of(asked, request), instruct=asked.instruct or asked.instruction or ""
         )  # fmt: skip
@@ -113,7 +117,7 @@ async def _compare(asked: ScoreRequest, pooler: Pooler, name: str, options: Pool
     }
 
 
-def _check_documents(documents: list[str], top_n: int | None) -> None:
+def _check_documents(documents: Sequence[object], top_n: int | None) -> None:
     if not documents:
         raise _missing("documents", "send at least one document")
     bounds.count("documents", documents, "documents")

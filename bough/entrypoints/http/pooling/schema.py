@@ -18,6 +18,8 @@ class MixedInput(Struct, kw_only=True):
     text: str | None = None
     image: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     """A URL, base64, or an object with a `url`; several in a list."""
+    content: list[dict[str, Any]] | None = None
+    """Or parts, as in a chat."""
     video: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     audio: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
 
@@ -41,6 +43,13 @@ class EmbeddingsRequest(PoolingBody, kw_only=True):
     input: str | list[str | int | list[int] | MixedInput] | MixedInput | None = None
     messages: list[dict[str, Any]] | None = None
     """A chat as one input, in place of `input`: texts and media in parts of messages."""
+    add_generation_prompt: bool | None = None
+    """Of a chat: whether the template opens an answer. By default it does."""
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    instruct: str | None = None
+    """What embeddings are for, with models whose template has a place for it."""
+    instruction: str | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -65,17 +74,12 @@ class EncodeRequest(PoolingBody, kw_only=True):
     """Nothing is sampled: it may be sent, and means nothing."""
 
 
-class Document(Struct, kw_only=True):
-    """A document in an object of its own."""
-
-    text: str
-
-
 class RerankRequest(PoolingBody, kw_only=True):
     """POST /v1/rerank."""
 
-    query: str
-    documents: list[str | Document]
+    query: str | MixedInput | list[dict[str, Any]]
+    """A text, an object with text and media, or parts as in a chat."""
+    documents: list[str | MixedInput | list[dict[str, Any]]]
     top_n: int | None = None
     return_documents: bool | None = None
     instruct: str | None = None
