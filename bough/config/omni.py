@@ -63,17 +63,26 @@ class OmniHearing:
         convolutions = _KERNEL**2 * channels * (1 + 2 * channels) + 3 * channels
         return total + convolutions + channels * self.bands * hidden + (hidden + 1) * hidden
 
-    def beside(self, seeing: TowerFacts) -> TowerFacts:
-        """What planning needs to know of both towers."""
-        ours = self.positions(self.segment)
+    def tower(self) -> TowerFacts:
+        """What planning needs to know."""
         return TowerFacts(
-            kinds=(*seeing.kinds, "audio"),
-            num_parameters=seeing.num_parameters + self.num_parameters(),
-            width=seeing.width,
-            tokens_per_position=seeing.tokens_per_position,
-            values_per_token=max(seeing.values_per_token, self.block.values_per_token + self.channels * self.mels),
-            max_positions=max(seeing.max_positions, ours),
-            pixels_per_position=seeing.pixels_per_position,
+            kinds=("audio",),
+            num_parameters=self.num_parameters(),
+            width=self.out,
+            tokens_per_position=1 if self.channels else POOLED,
+            values_per_token=self.block.values_per_token + self.channels * self.mels,
+            max_positions=self.positions(self.segment),
+        )
+
+    def beside(self, seeing: TowerFacts) -> TowerFacts:
+        """The same of both towers."""
+        mine = self.tower()
+        return replace(
+            seeing,
+            kinds=(*seeing.kinds, *mine.kinds),
+            num_parameters=seeing.num_parameters + mine.num_parameters,
+            values_per_token=max(seeing.values_per_token, mine.values_per_token),
+            max_positions=max(seeing.max_positions, mine.max_positions),
         )
 
 

@@ -183,6 +183,7 @@ GROUPS: Final = (
             "MllamaForConditionalGeneration": "meta-llama/Llama-3.2-11B-Vision-Instruct",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2AudioForConditionalGeneration": "Qwen/Qwen2-Audio-7B-Instruct",
+            "Qwen3ASRForConditionalGeneration": "Qwen/Qwen3-ASR-1.7B-hf",
             "VoxtralForConditionalGeneration": "mistralai/Voxtral-Mini-3B-2507, mistralai/Voxtral-Small-24B-2507",
             "WhisperForConditionalGeneration": "openai/whisper-large-v3-turbo",
             "Qwen2VLForConditionalGeneration": "Qwen/Qwen2-VL-7B-Instruct",

@@ -34,7 +34,12 @@ ENCODER: Final[tuple[Rule, ...]] = (
     Rename("layers.*.fc1", "tower.blocks.*.mlp.up"),
     Rename("layers.*.fc2", "tower.blocks.*.mlp.down"),
 )
-"""Names below what hears."""
+"""Names below what hears..."""
+CONVOLUTIONS: Final[tuple[Rule, ...]] = (
+    *(Rename(f"conv2d{number + 1}", f"tower.convs.{number}") for number in range(3)),
+    Rename("conv_out", "tower.conv_out"),
+)
+"""...and those of Qwen3's convolutions."""
 _THINKER: Final = (*BODIES, ("thinker.model.", "thinker."))
 _PREFIXES: Final = ("", "model.", "thinker.")
 _OTHERS: Final = ("talker.", "token2wav.", "code2wav.")

@@ -11,7 +11,7 @@ from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
 from bough.config.omni import read_omni_hearing
 from bough.models.makers import pre_norm
-from bough.models.omni import ENCODER, make_omni_tower, omni_weights
+from bough.models.omni import CONVOLUTIONS, ENCODER, make_omni_tower, omni_weights
 from bough.models.qwen2_moe import sparse_layers
 from bough.models.qwen2_vl import MERGER
 from bough.models.qwen3_vl import BLOCKS, read_attention, seeing
@@ -38,8 +38,7 @@ _VISION: Final[tuple[Rule, ...]] = (
 )
 _AUDIO: Final[tuple[Rule, ...]] = (
     *ENCODER,
-    *(Rename(f"conv2d{number + 1}", f"tower.convs.{number}") for number in range(3)),
-    Rename("conv_out", "tower.conv_out"),
+    *CONVOLUTIONS,
     Rename("proj1", "tower.before"),
     Rename("proj2", "tower.project"),
 )

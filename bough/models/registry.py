@@ -36,6 +36,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": "bough.models.qwen2_5_omni",
     "Qwen3OmniMoeForConditionalGeneration": "bough.models.qwen3_omni_moe",
     "Qwen3OmniMoeThinkerForConditionalGeneration": "bough.models.qwen3_omni_moe",
+    "Qwen3ASRForConditionalGeneration": "bough.models.qwen3_asr",
     "VoxtralForConditionalGeneration": "bough.models.voxtral",
     "WhisperForConditionalGeneration": "bough.models.whisper",
     "SmolLM3ForCausalLM": "bough.models.smollm3",

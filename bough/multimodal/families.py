@@ -22,6 +22,7 @@ from bough.multimodal.mllama import MllamaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
+from bough.multimodal.qwen3_asr import Qwen3AsrProcessor
 from bough.multimodal.qwen_omni import QwenOmniProcessor
 from bough.multimodal.qwen_vl import QwenProcessor
 from bough.multimodal.voxtral import VoxtralProcessor
@@ -61,6 +62,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "MllamaForConditionalGeneration": MllamaProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
+    "Qwen3ASRForConditionalGeneration": Qwen3AsrProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,
     "VoxtralForConditionalGeneration": VoxtralProcessor,
     "WhisperForConditionalGeneration": WhisperProcessor,

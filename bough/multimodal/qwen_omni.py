@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bough.config.fields import Fields
-from bough.config.omni import read_omni_hearing
+from bough.config.omni import OmniHearing, read_omni_hearing
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
 from bough.multimodal.hearing import padded_spectrum
@@ -103,13 +103,7 @@ class QwenOmniProcessor(QwenProcessor):
         whole = padded_spectrum(ear, samples, frames + ear.window)[:frames]
         if ear.channels and frames > ear.chunk:
             whole = np.pad(whole, ((0, -frames % ear.chunk), (0, 0)))
-        items = []
-        for first in range(0, frames, ear.segment):
-            length = min(ear.segment, frames - first)
-            count, last = ear.positions(length), min(first + ear.segment, len(whole))
-            if count:
-                items.append(ItemShape((length,), count, ear.tokens(length), first, last))
-        return np.ascontiguousarray(whole), tuple(items)
+        return np.ascontiguousarray(whole), segment_items(ear, frames, len(whole))
 
     def video(
         self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
@@ -182,6 +176,17 @@ class QwenOmniProcessor(QwenProcessor):
                 while item.token == self.video_id and at < len(ids) and is_media[at]:
                     at += 1
                 yield item.start, at
+
+
+def segment_items(ear: OmniHearing, frames: int, rows: int) -> tuple[ItemShape, ...]:
+    """The items of a sound of `frames`, the last of which has all of the spectrum's `rows` that are left."""
+    items = []
+    for first in range(0, frames, ear.segment):
+        length = min(ear.segment, frames - first)
+        count, last = ear.positions(length), min(first + ear.segment, rows)
+        if count:
+            items.append(ItemShape((length,), count, ear.tokens(length), first, last))
+    return tuple(items)
 
 
 def _sounds(items: Sequence[ItemShape], start: int, stop: int) -> list[Piece]:

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import openai
 import pytest
 import torch
 import transformers
+from test_qwen3_asr import AUDIO, speaks
 from test_sound import hearing, pcm, sound
 from test_whisper import (
     EN,
@@ -29,6 +31,7 @@ from test_whisper import (
     theirs,
     whisper,
 )
+from tiny_vision import make_tokenizer
 
 from .conftest import Server
 
@@ -245,3 +248,23 @@ def test_models_that_chat_write_down_what_they_hear(chatting: Server) -> None:
     assert client.audio.translations.create(model="default", file=wav(1.0)).text
     with pytest.raises(openai.BadRequestError, match="gives no times"):
         ask(client, wav(1.3), response_format="srt")
+
+
+@pytest.mark.long
+def test_qwen3_asr_is_asked_in_its_own_words() -> None:
+    folder = Path(speaks()[2].path)
+    make_tokenizer(folder, {256: "<|endoftext|>", AUDIO: "<|audio_pad|>", 303: "<asr_text>"})
+    made = Server({
+        "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "custom_kernels": False,
+        "context_length": 256,
+    })  # fmt: skip
+    try:
+        client = openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0)
+        short = ask(client, wav(1.3))
+        assert short.text == ask(client, wav(1.3)).text
+        forced = ask(client, wav(1.3), language="en", prompt="names")
+        assert forced.text != short.text
+        events = list(ask(client, wav(1.3), language="en", prompt="names", stream=True))
+        assert events[-1].text.strip() == forced.text
+    finally:
+        made.end()

@@ -26,6 +26,7 @@ from bough.entrypoints.http.openai.schema import ChatRequest
 from bough.entrypoints.http.replies import EventReply, client_of, json_reply, placed
 from bough.entrypoints.service import Service
 from bough.entrypoints.speech.forms import ScoredSegment, SpeechTranscript, duration_usage, srt, verbose, vtt
+from bough.entrypoints.speech.marks import BehindMark
 from bough.entrypoints.speech.quiet import quiet_pieces
 from bough.entrypoints.speech.whisper import FALLBACK, SpeechTask, WhisperRun, language_code
 from bough.entrypoints.stream import DONE, ClientGone, Events, event
@@ -161,13 +162,20 @@ class _Job:
         for piece in quiet_pieces(self._samples, rules.rate, rules.piece_s or rules.seconds):
             media = (MediaInput(kind="audio", source=wav_bytes(piece, rules.rate), param="file"),)
             request = replace(self._asked(), media=media, caller=self._like.caller, deadline_s=self._like.deadline_s)
+            behind = BehindMark(_SAID if self._marks_speech and not form.language else "")
             if form.stream:
                 async for _, _, delta in self._service.run([request]):
-                    yield delta.text
+                    yield behind.more(delta.text)
             else:
                 [(_, _, delta)] = await self._service.collect([request])
-                yield delta.text
-            yield " "
+                yield behind.more(delta.text)
+            yield behind.rest() + " "
+
+    @property
+    def _marks_speech(self) -> bool:
+        """Whether the model writes the language, and a mark, before what was said (Qwen3-ASR)."""
+        tokenizer = self._service.served.tokenizer
+        return self._form.task == "transcribe" and tokenizer is not None and tokenizer.id_of(_SAID) is not None
 
     def _asked(self) -> Request:
         """The request for a piece, all but its sound."""
@@ -177,6 +185,10 @@ class _Job:
         if form.task == "transcribe" and tokenizer is not None and tokenizer.id_of(_TRANSCRIBE) is not None:
             ids = tokenizer.encode(_transcription_prompt(form.language, served.markers["audio"]), False)
             made, _ = make_request(ChatRequest(messages=[], input_ids=ids, **chat), self._service, raw=True)
+            return made
+        if self._marks_speech:
+            asked = ChatRequest(messages=_asr_messages(form), continue_final_message=bool(form.language), **chat)
+            made, _ = make_request(asked, self._service)
             return made
         content = [_SOUND, {"type": "text", "text": _instruction(form)}]
         made, _ = make_request(ChatRequest(messages=[{"role": "user", "content": content}], **chat), self._service)
@@ -191,6 +203,21 @@ def _transcription_prompt(language: str, marker: str) -> str:
     """Voxtral's, with the language if it is known. `marker`: stands for the sound."""
     spoken = f"lang:{language.lower()}" if language else ""
     return f"<s>[INST][BEGIN_AUDIO]{marker}[/INST]{spoken}{_TRANSCRIBE}"
+
+
+_SAID: Final = "<asr_text>"
+"""Qwen3-ASR's mark: the language stands before it, what was said behind it."""
+
+
+def _asr_messages(form: SpeechForm) -> list[dict[str, Any]]:
+    """Qwen3-ASR's: a context, the sound, and the beginning of the answer if its language is known."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [_SOUND]}]
+    if form.prompt.strip():
+        messages.insert(0, {"role": "system", "content": form.prompt.strip()})
+    if form.language:
+        name = LANGUAGES.get(form.language.lower(), form.language).title()
+        messages.append({"role": "assistant", "content": f"language {name}{_SAID}"})
+    return messages
 
 
 _SOUND: Final = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,"}}
