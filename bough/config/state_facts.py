@@ -149,25 +149,45 @@ class GatedDelta(KeepsState):
     """Tokens that the convolution sees, a token's own included."""
     norm_eps: float
     """Of an RMS norm of what each head has read, before its gate."""
+    channel_rank: int | None = None
+    """Kimi's: what is kept at each number of a head's key decays by a rate of its own. Those rates, and gates, which pass a
+    sigmoid, are made from this many values each. None: rates are by head, and gates pass SiLU."""
+    correction: float = 1.0
+    """Tokens correct by at most this part of the difference; above 1 they may overshoot."""
 
     @property
     def num_heads(self) -> int:
         return self.num_value_heads
 
     @property
+    def keys(self) -> int:
+        """Values of all heads' keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Values of all heads' values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
     def channels(self) -> int:
         """Values of a token that pass the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+        return 2 * self.keys + self.values
+
+    @property
+    def decays(self) -> int:
+        """Rates of a token by which states decay."""
+        return self.num_value_heads * (1 if self.channel_rank is None else self.key_dim)
 
     @property
     def projected(self) -> int:
         """Values of a token's queries, keys, values and gates together."""
-        return self.channels + self.num_value_heads * self.value_dim
+        return self.channels + self.values
 
     @property
     def input_values(self) -> int:
-        """Numbers that the recurrence takes of a token: what the convolution does, and two rates by head."""
-        return self.channels + 2 * self.num_value_heads
+        """Numbers that the recurrence takes of a token: what the convolution does, and both kinds of rates."""
+        return self.channels + self.decays + self.num_value_heads
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -178,9 +198,10 @@ class GatedDelta(KeepsState):
         )
 
     def num_parameters(self, hidden: int) -> int:
-        inside = self.channels * self.conv_width + 2 * self.num_value_heads + self.value_dim
-        out = self.num_value_heads * self.value_dim
-        return hidden * (self.projected + 2 * self.num_value_heads + out) + inside
+        inside = self.channels * self.conv_width + self.num_value_heads + self.decays + self.value_dim
+        made = self.decays + self.values  # rates and gates
+        total = hidden * made if self.channel_rank is None else self.channel_rank * (2 * hidden + made)
+        return total + hidden * (self.channels + self.num_value_heads + self.values) + inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

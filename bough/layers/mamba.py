@@ -16,7 +16,7 @@ from bough.layers.batch import Batch
 from bough.layers.build import Build
 from bough.layers.linear import GroupedLinear, HeadsLinear, RowLinear
 from bough.layers.norm import RMSNorm
-from bough.layers.states import CausalConv, DecayRates, Held, PerHead, StateLayer, after, fill_parts, times
+from bough.layers.states import CausalConv, DecayRates, Held, PerHead, StateLayer, fill_part, times
 from bough.layers.stream import Input, Product, value_of
 from bough.weights.slots import Slot
 
@@ -43,8 +43,8 @@ class Mamba2Mixer(StateLayer):
             both = zip(self.mix.widths, facts.scales, strict=True)
             made = [torch.full((width,), scale, dtype=build.dtype, device=build.device) for width, scale in both]
             self.scales_O = torch.cat(made)
-        channels = (my_inner, after(my_shared, facts.inner), after(my_shared, facts.inner + shared))
-        self.conv = CausalConv(facts.channels, facts.conv_width, build, mine=channels, bias=facts.conv_bias)
+        convolved = {"x": inputs, "b": vectors, "c": vectors}
+        self.conv = CausalConv(convolved, facts.conv_width, build, bias=facts.conv_bias)
         self.rates = DecayRates(facts.num_heads, build, mine)
         self.step_bias, self.skip = PerHead(facts.num_heads, build, mine), PerHead(facts.num_heads, build, mine)
         self.norm: GroupedNorm | None = None
@@ -102,7 +102,7 @@ class GroupedNorm(nn.Module):
         self.weight = nn.Parameter(held, requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot((self.dim,), partial(fill_parts, self.weight, (self.mine,)))}
+        return {"weight": Slot((self.dim,), partial(fill_part, self.weight, self.mine))}
 
     def forward(self, x_TF: Tensor) -> Tensor:
         """`x_TF`: float32, as the result."""
@@ -131,7 +131,7 @@ class MambaMixer(StateLayer):
         """Of this rank's channels."""
         both = {"x": (facts.inner, mine), "z": (facts.inner, mine)}
         self.mix = GroupedLinear(hidden, both, 1, build, bias=facts.bias)
-        self.conv = CausalConv(facts.inner, facts.conv_width, build, mine=(mine,), bias=facts.conv_bias)
+        self.conv = CausalConv({"": (facts.inner, mine)}, facts.conv_width, build, bias=facts.conv_bias)
         made = facts.step_rank + 2 * facts.state_dim
         self.select = RowLinear(facts.inner, made, build, axis=axis, inputs=mine)
         self.norms: nn.ModuleDict | None = None

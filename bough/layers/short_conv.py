@@ -26,7 +26,7 @@ class ShortConvMixer(StateLayer):
         super().__init__(place, held.state_shapes, (held.channels,), held.input_values)
         width = (facts.channels, mine)
         self.mix = GroupedLinear(hidden, {"b": width, "c": width, "x": width}, 1, build, bias=facts.bias)
-        self.conv = CausalConv(facts.channels, facts.conv_width, build, mine=(mine,), bias=facts.bias, silu=False)
+        self.conv = CausalConv({"": width}, facts.conv_width, build, bias=facts.bias, silu=False)
         self.out = RowLinear(facts.channels, hidden, build, bias=facts.bias, axis=axis, inputs=mine)
 
     def forward(self, x: Input, batch: Batch) -> Product:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,7 +12,7 @@ from bough.layers.batch import Batch, DraftedRows
 from bough.layers.build import Build
 from bough.weights.dummy import DummyDraw
 from bough.weights.slots import Slot
-from bough.weights.stored import Flat, Stored, copy_into
+from bough.weights.stored import Flat, Stored, copy_into, read_all
 
 Held = tuple[Tensor, ...]
 """Tensors of a layer's states, in the order of `StateLayer.state_shapes`."""
@@ -132,20 +131,19 @@ class CausalConv(nn.Module):
 
     def __init__(
         self,
-        channels: int,
+        widths: dict[str, tuple[int, slice]],
         width: int,
         build: Build,
         *,
-        mine: Sequence[slice] | None = None,
         bias: bool = False,
         silu: bool = True,
     ) -> None:
-        """`channels`: of the model; `mine`: those of this rank, one after the other; None: all."""
+        """`widths`: by name of what is convolved, its channels in the model, and which of them are this rank's; a single
+        one may have no name."""
         super().__init__()
-        self.channels = channels
+        self.widths = widths
         self.silu = silu
-        self.mine = tuple(mine) if mine is not None else (slice(0, channels),)
-        count = sum(part.stop - part.start for part in self.mine)
+        count = sum(mine.stop - mine.start for _, mine in widths.values())
         kept = torch.empty(count, width, dtype=torch.float32, device=build.device)
         self.weight = nn.Parameter(kept, requires_grad=False)
         self.bias = None
@@ -153,15 +151,15 @@ class CausalConv(nn.Module):
             self.bias = nn.Parameter(kept.new_empty(count), requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        width = self.weight.shape[1]
-        shape, flat = (self.channels, 1, width), (self.channels, width)
-        slots = {"weight": Slot(shape, self._fill, also=(flat,))}
-        if self.bias is not None:
-            slots["bias"] = Slot((self.channels,), partial(fill_parts, self.bias, self.mine))
+        slots, first, width = {}, 0, self.weight.shape[1]
+        for name, (channels, mine) in self.widths.items():
+            rows = slice(first, first + mine.stop - mine.start)
+            before, first = f"{name}." if name else "", rows.stop
+            fill = partial(_fill_flat, self.weight[rows], mine)
+            slots[f"{before}weight"] = Slot((channels, 1, width), fill, also=((channels, width),))
+            if self.bias is not None:
+                slots[f"{before}bias"] = Slot((channels,), partial(fill_part, self.bias[rows], mine))
         return slots
-
-    def _fill(self, stored: Stored) -> None:
-        fill_parts(self.weight, self.mine, Flat(stored))
 
     def row(self, x_LC: Tensor, state_CW: Tensor) -> Tensor:
         """[L, C] of the tokens of a row; the state, its last inputs, moves on."""
@@ -185,36 +183,35 @@ class PerHead(nn.Module):
         self.weight = nn.Parameter(held, requires_grad=False)
 
     def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot(self.shape, partial(fill_parts, self.weight, (self.mine,)))}
+        return {"weight": Slot(self.shape, self._fill, also=((1, 1, *self.shape, 1),))}
+
+    def _fill(self, stored: Stored) -> None:
+        if len(stored.shape) == len(self.shape):
+            fill_part(self.weight, self.mine, stored)
+        else:
+            self.weight.copy_(read_all(stored).view(self.shape)[self.mine])
 
 
 class DecayRates(PerHead):
     """Rates at which states decay, by head or by channel: negative. Checkpoints have the logarithms of their sizes."""
 
-    def slots(self) -> dict[str, Slot]:
-        return {"weight": Slot(self.shape, self._fill)}
-
     def _fill(self, stored: Stored) -> None:
-        fill_parts(self.weight, (self.mine,), stored)
+        super()._fill(stored)
         self.weight.copy_(-self.weight.exp())
 
     def draw_dummies(self, name: str, draw: DummyDraw) -> None:
         self.weight.fill_(-1.0)
 
 
-def fill_parts(target: Tensor, parts: Sequence[slice], stored: Stored) -> None:
-    """Copies some rows of a tensor, part after part."""
-    first = 0
-    for part in parts:
-        copy_into(target[first : first + part.stop - part.start], stored, part)
-        first += part.stop - part.start
+def fill_part(target: Tensor, part: slice, stored: Stored) -> None:
+    """Copies some rows of a tensor."""
+    copy_into(target, stored, part)
+
+
+def _fill_flat(target: Tensor, part: slice, stored: Stored) -> None:
+    copy_into(target, Flat(stored), part)
 
 
 def times(heads: slice, width: int) -> slice:
     """The values of some heads, each of which has `width`."""
     return slice(heads.start * width, heads.stop * width)
-
-
-def after(part: slice, offset: int) -> slice:
-    """The part, `offset` further on."""
-    return slice(part.start + offset, part.stop + offset)

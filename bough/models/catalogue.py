@@ -152,6 +152,7 @@ GROUPS: Final = (
             "FalconMambaForCausalLM": "tiiuae/falcon-mamba-7b-instruct",
             "GraniteMoeHybridForCausalLM": "ibm-granite/granite-4.0-h-small, ibm-granite/granite-4.0-micro",
             "JambaForCausalLM": "ai21labs/AI21-Jamba-Mini-1.7, ai21labs/AI21-Jamba-Reasoning-3B",
+            "KimiLinearForCausalLM": "moonshotai/Kimi-Linear-48B-A3B-Instruct",
             "Lfm2ForCausalLM": "LiquidAI/LFM2-1.2B, LiquidAI/LFM2-350M",
             "Lfm2MoeForCausalLM": "LiquidAI/LFM2-8B-A1B",
             "MiniMaxForCausalLM": "MiniMaxAI/MiniMax-Text-01-hf",

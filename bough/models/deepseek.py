@@ -12,20 +12,18 @@ from bough.models.hf_names import CHOICE_BIAS, ENDS, EXPERTS, FEED_FORWARD, NORM
 from bough.models.makers import pre_norm
 from bough.weights.mapping import Beyond, Mapping
 
-LATENTS = (
-    *in_layers(
-        {
-            "self_attn.q_proj": "attn.q_up",
-            "self_attn.q_a_proj": "attn.q_down",
-            "self_attn.q_a_layernorm": "attn.q_norm",
-            "self_attn.q_b_proj": "attn.q_up",
-            "self_attn.kv_a_proj_with_mqa": "attn.kv_down",
-            "self_attn.kv_a_layernorm": "attn.kv_norm",
-            "self_attn.kv_b_proj": "attn.kv_up",
-            "self_attn.o_proj": "attn.out",
-        }
-    ),
+BESIDE_QUERIES = in_layers(
+    {
+        "self_attn.q_a_proj": "attn.q_down",
+        "self_attn.q_a_layernorm": "attn.q_norm",
+        "self_attn.q_b_proj": "attn.q_up",
+        "self_attn.kv_a_proj_with_mqa": "attn.kv_down",
+        "self_attn.kv_a_layernorm": "attn.kv_norm",
+        "self_attn.kv_b_proj": "attn.kv_up",
+        "self_attn.o_proj": "attn.out",
+    }
 )
+LATENTS = (*in_layers({"self_attn.q_proj": "attn.q_up"}), *BESIDE_QUERIES)
 
 
 def feed_forwards(config: Fields) -> list[FeedForward]:

@@ -104,7 +104,7 @@ def mamba2(source: str, target: str) -> tuple[Rule, ...]:
     """A layer of Mamba 2, under transformers' names below `source`."""
     return (
         Split(f"{source}.in_proj", f"{target}.mix", parts=("z", "x", "b", "c", "dt")),
-        Rename(f"{source}.conv1d", f"{target}.conv"),
+        Split(f"{source}.conv1d", f"{target}.conv", parts=("x", "b", "c")),
         Rename(f"{source}.norm", f"{target}.norm"),
         Rename(f"{source}.out_proj", f"{target}.out"),
         Exact(f"{source}.A_log", f"{target}.rates.weight"),

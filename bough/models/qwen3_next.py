@@ -82,9 +82,8 @@ GATED_ATTENTION = (
     *HEAD_NORMS,
 )
 DELTA = (
-    *in_layers(
-        {"linear_attn.conv1d": "attn.conv", "linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.out"}
-    ),
+    Split("model.layers.*.linear_attn.conv1d", "layers.*.attn.conv", parts=("q", "k", "v")),
+    *in_layers({"linear_attn.norm": "attn.norm", "linear_attn.out_proj": "attn.out"}),
     Exact("model.layers.*.linear_attn.A_log", "layers.*.attn.a_log.weight"),
     Exact("model.layers.*.linear_attn.dt_bias", "layers.*.attn.dt_bias.weight"),
 )

@@ -105,6 +105,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "FalconH1ForCausalLM": "bough.models.falcon_h1",
     "FalconMambaForCausalLM": "bough.models.mamba",
     "JambaForCausalLM": "bough.models.jamba",
+    "KimiLinearForCausalLM": "bough.models.kimi_linear",
     "Lfm2ForCausalLM": "bough.models.lfm2",
     "Lfm2MoeForCausalLM": "bough.models.lfm2_moe",
     "MambaForCausalLM": "bough.models.mamba",

@@ -20,11 +20,13 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The tensors of `source` fill `target`. `inputs_first`: its matrices are stored inputs first."""
+    """The tensors of `source` fill `target`. `inputs_first`: its matrices are stored inputs first. `or_else`: what they fill
+    in blocks of another kind, which have no `target`."""
 
     source: str
     target: str
     inputs_first: bool = False
+    or_else: str = ""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -141,13 +143,17 @@ class Mapping:
         self._beyond: list[re.Pattern[str]] = []
         self._scales: dict[str, Stacked] = {}
         """By the whole source pattern of scales that belong to blocks."""
+        self._or_else: dict[str, str] = {}
+        """Source pattern -> target pattern in blocks that lack the first one."""
         self._turned: set[str] = set()
         self._by_head: set[str] = set()
         self._groups: dict[str, int] = {}
         for rule in rules:
             match rule:
-                case Rename(source, target, inputs_first):
+                case Rename(source, target, inputs_first, or_else):
                     self._add(source, (target,))
+                    if or_else:
+                        self._or_else[source], self._sources[or_else] = or_else, source
                     if inputs_first:
                         self._turned.add(source)
                 case Exact(source, target):
@@ -227,7 +233,7 @@ class Mapping:
                 continue
             if rule is None:
                 turned = self.has_inputs_first(name) and len(stored.shape) == 2
-                yield name, _turn(stored) if turned else stored, self.targets_of(name)
+                yield name, _turn(stored) if turned else stored, self._targets_among(slots, name)
                 continue
             target = _fill(rule.target, _NUMBER.findall(name))
             turned = rule.inputs_first
@@ -241,6 +247,15 @@ class Mapping:
             for expert in range(stored.shape[0] // rows):
                 item = _item(stored, expert, rows if rule.flat else None, turned=turned)
                 yield name, item, tuple(f"{target}.{expert}.{part}.{rule.last}" for part in rule.parts)
+
+    def _targets_among(self, slots: dict[str, Slot], name: str) -> tuple[str, ...] | None:
+        """As `targets_of`, in a model with these slots."""
+        targets = self.targets_of(name)
+        stem, _, last = name.rpartition(".")
+        other = self._or_else.get(_NUMBER.sub("*", stem))
+        if other is None or targets is None or targets[0] in slots:
+            return targets
+        return (f"{_fill(other, _NUMBER.findall(stem))}.{last}",)
 
     def _blocks_with_targets(
         self, rule: Stacked, name: str, tensors: dict[str, Stored], slots: dict[str, Slot]

@@ -1525,7 +1525,8 @@ def state_cases(bed: Bed) -> Cases:
         yield f"selective_scan {length}x{channels}x{states}", partial(_selective, bed, length, channels, states)
     nets = ((4, 8, 128, 128), (2, 6, 64, 96)) if bed.large else ((1, 2, 16, 16), (2, 4, 8, 40))
     for length, sizes in bed.cover(lengths, nets):
-        yield f"delta_rule {length}x{sizes}", partial(_delta, bed, length, *sizes)
+        for rates in (1, sizes[2]):
+            yield f"delta_rule {length}x{sizes}x{rates}", partial(_delta, bed, length, *sizes, rates)
 
 
 def _advanced(ours: Any, theirs: Any, state: Tensor, at: Tensor | None) -> None:
@@ -1573,14 +1574,15 @@ def _ssd(bed: Bed, length: int, heads: int, width: int, groups: int, states: int
     _scanned(bed, ssd, ssd_reference, row, constant, [heads, width, states])
 
 
-def _delta(bed: Bed, length: int, groups: int, heads: int, keys: int, values: int) -> None:
+def _delta(bed: Bed, length: int, groups: int, heads: int, keys: int, values: int, rates: int) -> None:
+    """`rates`: of a head's decay, 1 or `keys`."""
     sizes = [groups * keys, groups * keys, heads * values]
     q, k, v = bed.normal(length, sum(sizes)).split(sizes, 1)  # as they leave the convolution
     row = (
         q.unflatten(1, (groups, keys)),
         k.unflatten(1, (groups, keys)),
         v.unflatten(1, (heads, values)),
-        -3 * bed.normal(length, heads).sigmoid(),
+        -3 * bed.normal(length, heads, rates).sigmoid(),
         bed.normal(length, heads).sigmoid(),
     )
     one = bed.normal(heads, keys, values)

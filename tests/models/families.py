@@ -487,6 +487,22 @@ NEMOTRON_H = {
 }
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
 TWO_OF_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+KIMI_LINEAR = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "moe_intermediate_size": 40,
+    "num_expert_group": 4,
+    "topk_group": 2,
+}
 MINIMAX = {
     **LOCAL_EXPERTS,
     "block_size": 16,
@@ -512,6 +528,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMamba", {"state_size": 8, "use_bias": True}),
     "jamba": ("Jamba", {"mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 1, "num_experts": 4}),
     "jamba-dense": ("Jamba", {"attn_layer_period": 3, "attn_layer_offset": 2, "num_experts": 1}),
+    "kimi_linear": ("KimiLinear", KIMI_LINEAR),
     "lfm2": ("Lfm2", {**LFM2, "block_multiple_of": 16, "conv_bias": True, "tie_word_embeddings": False}),
     "lfm2_moe": ("Lfm2Moe", {**LFM2, **TWO_OF_SIX, "num_dense_layers": 1, "routed_scaling_factor": 1.7}),
     "lfm2_moe-plain": ("Lfm2Moe", {**LFM2, **TWO_OF_SIX, "use_expert_bias": False, "norm_topk_prob": False}),

@@ -141,7 +141,7 @@ def test_decode_steps_as_graphs_compute_them(monkeypatch: pytest.MonkeyPatch, tm
         ("qwen3_next", "adaptive"),
         ("bamba", "known"),
         ("mamba", "known"),
-        *(pytest.param(case, "known", marks=pytest.mark.long) for case in ("lfm2", "minimax")),
+        *(pytest.param(case, "known", marks=pytest.mark.long) for case in ("kimi_linear", "lfm2", "minimax")),
     ],
 )
 def test_drafts_change_no_token(case: str, drafts: str, tmp_path: Path) -> None:
@@ -196,3 +196,25 @@ def test_broken_configs_are_named(changes: dict[str, Any], error: str, tmp_path:
     make_tiny(prefix, tmp_path, **extra)
     with pytest.raises((ConfigError, UnsupportedModel), match=error):
         facts_of({**open_checkpoint(str(tmp_path)).config, **changes})
+
+
+def test_kimi_linear_as_published(tmp_path: Path) -> None:
+    """Sizes in an object of their own, layers by number."""
+    prefix, extra = STATES["kimi_linear"]
+    make_tiny(prefix, tmp_path, **extra)
+    config = open_checkpoint(str(tmp_path)).config
+    renamed = {"linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "layer_types", "mlp_layer_types"}
+    own = {
+        "head_dim": 12,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3, 4],
+    }
+    published = {key: value for key, value in config.items() if key not in renamed}
+    published |= {"linear_attn_config": own, "first_k_dense_replace": 1, "mla_use_nope": True}
+    assert facts_of(published).layers == facts_of(config).layers
+    with pytest.raises(ConfigError, match="kda_layers are not all"):
+        facts_of({**published, "linear_attn_config": {**own, "kda_layers": [1, 3]}})
+    with pytest.raises(UnsupportedModel, match="rotated latents"):
+        facts_of({**published, "mla_use_nope": False})

@@ -33,12 +33,23 @@ EXPERT_MODELS = (
     "granite4",
     "lfm2_moe",
     "minimax",
+    "kimi_linear",
 )
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
 the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm
 across ranks; short convolutions;
-attention without a softmax, under a norm across ranks."""
-STATE_MODELS = ("qwen3_next", "granite4", "lfm2_moe", "minimax", "falcon_h1-norm", "mamba2", "falcon_mamba")
+attention without a softmax, under a norm across ranks; decays
+by channel, beside latents."""
+STATE_MODELS = (
+    "qwen3_next",
+    "granite4",
+    "lfm2_moe",
+    "minimax",
+    "kimi_linear",
+    "falcon_h1-norm",
+    "mamba2",
+    "falcon_mamba",
+)
 """Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
@@ -60,6 +71,7 @@ SHORT = {
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
     ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"),
     ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "tp"), ("minimax", "tp x pp"), ("falcon_mamba", "tp"),
+    ("kimi_linear", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 CASES = [
@@ -119,11 +131,9 @@ def check_bytes(engine: ThreadEngine) -> None:
         if layout.heads * layout.pp > 1:
             assert plan.state_bytes < 0.7 * 4 * rank_state_values(facts, type(layout)(), 0) * num_states
     values = [rank_kv_values(facts, layout, rank) for rank in range(layout.size)]
-    latents = (
-        layout.tp > 1 and layout.pp == layout.cp == 1 and engine.layout.dp == 1 and facts.mixers[0].num_kv_heads == 1
-    )
+    latents = any(mixer.num_kv_heads == 1 for mixer in facts.kv_mixers)  # which ranks hold whole
     stages = min(layout.pp, len(facts.kv_mixers))
-    if layout.heads * stages * layout.cp > 1 and not latents:
+    if (1 if latents else layout.heads) * stages * layout.cp > 1:
         assert max(values) < (0.8 if layout.stage_sizes else 0.6) * rank_kv_values(facts, type(layout)(), 0)
 
 

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The gated delta rule on the GPU: one launch for single tokens of all rows; for the tokens of a row two, one over all
-chunks side by side and one that goes through them in order."""
+chunks side by side and one that goes through them in order. Where lines of a state decay by rates of their own, one launch
+goes through a row's tokens one by one: chunks would need products of three factors, which tensor cores don't have."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ def _step_kernel(
     SHARE: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`CHANNELS`: rates are by line of a state."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(V, VALUES)
     head = tl.program_id(1) // blocks
@@ -58,7 +61,10 @@ def _step_kernel(
     qs *= tl.rsqrt(tl.sum(qs * qs, 0) + least) * tl.rsqrt(K * 1.0)
     ks *= tl.rsqrt(tl.sum(ks * ks, 0) + least)
     vs = tl.load(v + row * v_row + head * V + c, mask=in_v, other=0.0)
-    state *= tl.exp(tl.load(g + row * H + head))
+    if CHANNELS:
+        state *= tl.exp(tl.load(g + (row * H + head) * K + r, mask=in_k, other=0.0))[:, None]
+    else:
+        state *= tl.exp(tl.load(g + row * H + head))
     added = tl.load(b + row * H + head) * (vs - tl.sum(state * ks[:, None], 0))
     state += ks[:, None] * added[None, :]
     tl.store(held, state, mask=inside)
@@ -69,7 +75,7 @@ _STEP = Launcher(_step_kernel)
 
 
 def step_rows(
-    q_RGK: Tensor, k_RGK: Tensor, v_RHV: Tensor, g_RH: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
+    q_RGK: Tensor, k_RGK: Tensor, v_RHV: Tensor, g_RHK: Tensor, b_RH: Tensor, states_SHKV: Tensor, at_R: Tensor
 ) -> Tensor:
     (rows, heads, values), (groups, keys) = v_RHV.shape, q_RGK.shape[1:]
     q, k, v = _rows(q_RGK), _rows(k_RGK), _rows(v_RHV)
@@ -77,10 +83,10 @@ def step_rows(
     block = min(_STEP_VALUES, power_of_two(values))
     _STEP.launch(
         (rows, heads * cdiv(values, block)),
-        (q, k, v, g_RH.contiguous(), b_RH.contiguous(), states_SHKV, at_R, out),
+        (q, k, v, g_RHK.contiguous(), b_RH.contiguous(), states_SHKV, at_R, out),
         (q.stride(0), k.stride(0), v.stride(0), heads, keys, values),
         (LEAST_SQUARE,),
-        (heads // groups, power_of_two(keys), block),
+        (heads // groups, power_of_two(keys), block, g_RHK.shape[2] > 1),
         num_warps=4,
     )
     return out
@@ -198,10 +204,62 @@ def _scan_kernel(
     tl.store(held, s, mask=in_s)
 
 
-def scan_row(q_LGK: Tensor, k_LGK: Tensor, v_LHV: Tensor, g_LH: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["length"])
+def _tokens_kernel(
+    q,
+    k,
+    v,
+    g,
+    b,
+    state,
+    out,
+    length,
+    q_row,
+    k_row,
+    v_row,
+    H,
+    K,
+    V,
+    least,
+    SHARE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Token after token, with rates by line of the state."""
+    head = tl.program_id(0)
+    r = tl.arange(0, KEYS)
+    c = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    in_k, in_v = r < K, c < V
+    inside = in_k[:, None] & in_v[None, :]
+    held = state + head * K * V + r[:, None] * V + c[None, :]
+    s = tl.load(held, mask=inside, other=0.0)
+    key_head = head // SHARE * K
+    scale = tl.rsqrt(K * 1.0)
+    for token in range(length):
+        at = tl.cast(token, tl.int64)
+        qs = tl.load(q + at * q_row + key_head + r, mask=in_k, other=0.0)
+        ks = tl.load(k + at * k_row + key_head + r, mask=in_k, other=0.0)
+        qs *= tl.rsqrt(tl.sum(qs * qs, 0) + least) * scale
+        ks *= tl.rsqrt(tl.sum(ks * ks, 0) + least)
+        vs = tl.load(v + at * v_row + head * V + c, mask=in_v, other=0.0)
+        s *= tl.exp(tl.load(g + (at * H + head) * K + r, mask=in_k, other=0.0))[:, None]
+        added = tl.load(b + at * H + head) * (vs - tl.sum(s * ks[:, None], 0))
+        s += ks[:, None] * added[None, :]
+        tl.store(out + (at * H + head) * V + c, tl.sum(s * qs[:, None], 0), mask=in_v)
+    tl.store(held, s, mask=inside)
+
+
+def scan_row(q_LGK: Tensor, k_LGK: Tensor, v_LHV: Tensor, g_LHK: Tensor, b_LH: Tensor, state_HKV: Tensor) -> Tensor:
     (length, heads, values), (groups, keys) = v_LHV.shape, q_LGK.shape[1:]
-    q, k, v, g, b = _rows(q_LGK), _rows(k_LGK), _rows(v_LHV), g_LH.contiguous(), b_LH.contiguous()
+    q, k, v, g, b = _rows(q_LGK), _rows(k_LGK), _rows(v_LHV), g_LHK.contiguous(), b_LH.contiguous()
     out = torch.empty(length, heads, values, dtype=torch.float32, device=v.device)
+    if g_LHK.shape[2] > 1:
+        block = min(_STEP_VALUES, power_of_two(values))
+        _tokens_kernel[(heads, cdiv(values, block))](
+            q, k, v, g, b, state_HKV, out, length, q.stride(0), k.stride(0), v.stride(0), heads, keys, values,
+            LEAST_SQUARE, heads // groups, power_of_two(keys), block, num_warps=4,
+        )  # fmt: skip
+        return out
     w, u = out.new_empty(length, heads, keys), torch.empty_like(out)
     share, block_k, block_v = heads // groups, power_of_two(keys, at_least=16), power_of_two(values, at_least=16)
     _chunk_kernel[(cdiv(length, CHUNK_TOKENS), heads)](
