@@ -164,7 +164,7 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "a step is computed as a whole: overlapping the halves' exchanges was never tried between GPUs",
+        "a step is computed as a whole: halves that overlap need exchanges that don't wait, and GPUs to gain from it",
         "leave it out",
         """
         enable_two_batch_overlap tbo_token_distribution_threshold=0.48

@@ -174,6 +174,19 @@ def _check_cross(config: Config, facts: ModelFacts, pooling: PoolingFacts | None
             )
 
 
+def _check_deep_features(config: Config, facts: ModelFacts) -> None:
+    """Features that a tower adds after some of the first layers are on the first stage alone."""
+    first = stage_layers(facts.num_layers, config.parallel.pp_size, 0, Layout.of(config.parallel).stage_sizes)
+    if facts.deepstack > len(first):
+        raise ConfigError(
+            what=f"the first of {config.parallel.pp_size} stages has {len(first)} layers",
+            why=f"{facts.architecture} adds features of images after each of the first {facts.deepstack}, which that stage "
+            "alone computes",
+            fix=f"choose a smaller --pp-size, or a --pp-layer-partition that begins with {facts.deepstack} or more",
+            param="pp_size",
+        )
+
+
 def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """Raises `ConfigError` for what building the model would fail with, so that commands that only ask report it, too."""
     if facts.through_transformers:
@@ -193,6 +206,8 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
         check_shards(checkpoint.shards, checkpoint.path, config.parallel, experts.slots)
     if facts.reads_media:
         _check_cross(config, facts, pooling)
+    if facts.tower is not None:
+        _check_deep_features(config, facts)
     stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla | Cross)]
     if config.parallel.attn_cp_size > 1 and stateful:
         raise ConfigError(

@@ -93,7 +93,7 @@ def build_model(
             checkpoint,
             progress,
             _names(checkpoint),
-            left_out=_left_out(facts, pooling),
+            left_out=_left_out(facts, pooling, mesh),
             rank=mesh.world.rank,
         )
         if isinstance(model, PooledModel):
@@ -106,9 +106,10 @@ def build_model(
     return model  # type: ignore[return-value]
 
 
-def _left_out(facts: ModelFacts, pooling: PoolingFacts | None) -> str:
-    """What the names of slots begin with that the model is made without; empty: it has all parts."""
-    if facts.tower is not None:
+def _left_out(facts: ModelFacts, pooling: PoolingFacts | None, mesh: Mesh) -> str:
+    """What the names of slots begin with that this rank is made without; empty: it has all parts. A tower is where the
+    first layers are."""
+    if facts.tower is not None and mesh.pp.rank == 0:
         return ""
     return TOWER if pooling is None else f"body.{TOWER}"
 
@@ -141,8 +142,9 @@ def reads_of(
     )
     model = architecture.make(facts, build)
     place_weights(model)
-    left_out = TOWER if facts.tower is None else ""
-    return trace_reads(model, architecture.weights, checkpoint, tensors, _names(checkpoint), left_out)
+    return trace_reads(
+        model, architecture.weights, checkpoint, tensors, _names(checkpoint), _left_out(facts, None, mesh)
+    )
 
 
 def _names(checkpoint: Checkpoint) -> Callable[[str], str | None]:

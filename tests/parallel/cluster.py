@@ -52,7 +52,7 @@ class Node:
     def log(self) -> str:
         return Path(self._log.name).read_text()
 
-    def wait_ready(self, timeout_s: float = 150.0) -> None:
+    def wait_ready(self, timeout_s: float = 240.0) -> None:
         give_up_s = time.monotonic() + timeout_s
         while time.monotonic() < give_up_s:
             assert self.process.poll() is None, f"it has ended:\n{self.log}"
@@ -103,10 +103,14 @@ class Cluster:
         info: dict[str, Any] = httpx.get(f"{self.url}/server_info", timeout=60).json()
         return info
 
-    def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, **more: Any) -> list[list[int]]:
-        """Greedy answers to prompts, all at once."""
+    def ask(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS, *, replica: int | None = None, **more: Any
+    ) -> list[list[int]]:
+        """Greedy answers to prompts, all at once, from any replica or from one."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more}
-        body = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling}
+        body: dict[str, Any] = {"input_ids": [list(prompt) for prompt in prompts], "sampling_params": sampling}
+        if replica is not None:
+            body["data_parallel_rank"] = replica
         replies = httpx.post(f"{self.url}/generate", json=body, timeout=120)
         assert replies.status_code == 200, replies.text
         return [reply["output_ids"] for reply in replies.json()]

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import NEW_TOKENS, PROMPTS, Cluster, greedy
+from cluster import PROMPTS, Cluster, greedy
+from held_bytes import check_served
 from tiny import make_tiny
 
-from bough.config.hf import open_checkpoint
 from bough.config.layout import Layout
-from bough.config.shares import rank_kv_values, rank_parameters
-from bough.models.registry import facts_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 LONG = pytest.mark.long
@@ -39,7 +37,7 @@ def test_experts_move_under_traffic_of_two_replicas_of_attention(tmp_path: Path)
         for _ in range(3):
             assert served.ask(PROMPTS) == expected
         for replica in (0, 1):  # the other one runs empty steps meanwhile
-            assert ask_replica(served, replica, PROMPTS[3]) == expected[3]
+            assert served.ask(PROMPTS[3:4], replica=replica) == expected[3:4]
         loads = httpx.get(f"{served.url}/v1/loads", timeout=30).json()["loads"]
         assert [each["dp_rank"] for each in loads] == [0, 1]
         assert all(each["num_cached_tokens"] > 0 for each in loads), "each has a cache of its own"
@@ -53,30 +51,7 @@ def test_experts_move_under_traffic_of_two_replicas_of_attention(tmp_path: Path)
     assert len(counts) == 2
     assert len({sum(layer) for layer in counts}) == 1, "every layer has seen as many tokens"
     assert sum(counts[0]) >= 3 * (sum(map(len, PROMPTS)) - len(PROMPTS) * 4)
-    check_bytes(tmp_path, Layout(tp=2, dp=2, ep=2, redundant=2, whole_shared=True), held)
-
-
-def ask_replica(served: Cluster, replica: int, prompt: list[int]) -> list[int]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-        "data_parallel_rank": replica,
-    }
-    reply = httpx.post(f"{served.url}/generate", json=body, timeout=60)
-    assert reply.status_code == 200, reply.text
-    ids: list[int] = reply.json()["output_ids"]
-    return ids
-
-
-def check_bytes(model: Path, layout: Layout, held: list[dict[str, int]]) -> None:
-    """Each rank holds what was planned for it."""
-    facts = facts_of(open_checkpoint(str(model)).config)
-    tables = 4 * 2 * facts.max_context * facts.mixers[0].head_dim
-    for rank, each in enumerate(held):
-        planned = 4 * rank_parameters(facts, layout, rank)
-        assert planned * 0.9 <= each["weight_bytes"] <= planned * 1.1 + tables
-        assert each["weight_bytes"] - tables < 0.9 * 4 * facts.num_parameters()
-        assert each["kv_bytes"] == 4 * rank_kv_values(facts, layout, rank) * (4096 + 4)
+    check_served(tmp_path, Layout(tp=2, dp=2, ep=2, redundant=2, whole_shared=True), held)
 
 
 @LONG

@@ -12,8 +12,10 @@ import httpx
 import psutil
 import pytest
 from cluster import PROMPTS, Cluster, Node, free_port, greedy
+from held_bytes import check_served
 from tiny import make_tiny
 
+from bough.config.layout import Layout
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -48,7 +50,7 @@ def test_two_machines_answer_as_one_and_end_together(tmp_path: Path) -> None:
     with two_machines(tmp_path) as served:
         assert served.ask(PROMPTS) == greedy(reference, PROMPTS)
         held = served.info()["engine"]["ranks"]
-        assert held[0]["kv_bytes"] == held[1]["kv_bytes"]
+        check_served(tmp_path, Layout(tp=2), held)
         assert "2 ranks of world talk by gloo" in served.nodes[0].log
         other = served.nodes[1]
         refused = httpx.post(f"{other.url}/generate", json={"input_ids": [1]}, timeout=20)

@@ -1,63 +1,66 @@
-"""One architecture of every kind of attention and of feed-forward block, under every way of spreading it over ranks: the
-scores of transformers to 1e-4, its greedy answers, and less on each rank. Ranks are threads; the whole engine runs on
-them."""
+"""One architecture of every kind of mixer, lifetime and feed-forward block, under every way of spreading it over ranks: the
+scores of transformers to 1e-4, its greedy answers, and less on each rank. Ranks are threads; the whole engine runs on them.
+`test_served.py` has the same ways through `bough serve`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from cluster import greedy
-from families import DENSE, EARLIER, EXPERTS, LATENTS, STATES
-from thread_engine import ThreadEngine
+from families import DENSE, EARLIER, EXPERTS, LATENTS, SHARED_KV, STATES
+from held_bytes import check_held
+from prompts import make_prompt, noise, reference_answer
+from seeing import load
+from test_whisper import START as TRANSCRIPT, expected as transcript, folder, heard, whisper
+from thread_engine import Asked, ThreadEngine, spread_over
 from tiny import make_tiny
+from tiny_vision import END, IMAGE, START
 
-from bough.config.model_facts import Moe
-from bough.config.shares import rank_kv_values, rank_parameters, rank_state_values
+from bough.config.hf import open_checkpoint
+from bough.config.kv_groups import lifetimes_of
+from bough.config.model_facts import FeedForward, Mixer, ModelFacts, Moe
+from bough.core.kv import Lifetime
+from bough.models.registry import facts_of
 
 LONG = pytest.mark.long
 
-DENSE_MODELS = ("llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm", "falcon_h1-norm", "mamba2", "falcon_mamba")
+DENSE_MODELS = (
+    "llama", "gemma3", "olmo2", "bloom", "cohere-qk-norm", "falcon_h1-norm", "mamba2", "falcon_mamba", "gemma4",
+)  # fmt: skip
 """Grouped queries; windows and norms around each half; norms over all heads; slopes and a plain feed-forward; a norm per
-head and blocks whose halves read the same stream."""
+head and blocks whose halves read the same stream; states beside attention and alone; layers that read others' KV, and heads
+of two widths."""
 EXPERT_MODELS = (
-    "qwen3_moe",
-    "qwen2_moe",
-    "gpt_oss",
-    "llama4",
-    "deepseek_v3",
-    "qwen3_next",
-    "granite4",
-    "lfm2_moe",
-    "minimax",
+    "qwen3_moe", "qwen2_moe", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "granite4", "lfm2_moe", "minimax",
     "kimi_linear",
-)
+)  # fmt: skip
 """Softmax over experts; a gated shared expert; sinks, windows and experts with biases; chunks, temperatures and a weight on
-the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm
-across ranks; short convolutions;
-attention without a softmax, under a norm across ranks; decays
-by channel, beside latents."""
+the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm across ranks;
+short convolutions; attention without a softmax, under a norm across ranks; decays by channel, beside
+latents."""
+MEDIA_MODELS = ("qwen3_vl_moe", "whisper")
+"""A tower whose embeddings stand among those of tokens, and are added after the first layers, too, with experts; cross
+attention to what a tower gives."""
 STATE_MODELS = (
-    "qwen3_next",
-    "granite4",
-    "lfm2_moe",
-    "minimax",
-    "kimi_linear",
-    "falcon_h1-norm",
-    "mamba2",
-    "falcon_mamba",
-)
+    "qwen3_next", "granite4", "lfm2_moe", "minimax", "kimi_linear", "falcon_h1-norm", "mamba2", "falcon_mamba",
+)  # fmt: skip
 """Their states can't be shared by position."""
 SPREADS: dict[str, dict[str, Any]] = {
     "tp": {"tp_size": 2},
     "pp": {"pp_size": 2, "chunked_prefill_size": 64},
     "uneven pp": {"pp_size": 2, "pp_layer_partition": "3,1"},
+    "dp": {"dp_size": 2},
     "dp attention": {"tp_size": 2, "attn_dp_size": 2},
     "cp": {"tp_size": 2, "attn_cp_size": 2},
     "tp x pp": {"tp_size": 2, "pp_size": 2},
+    "tp x dp": {"tp_size": 2, "dp_size": 2},
     "ep": {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "alltoall"},
     "tp x ep": {"tp_size": 4, "ep_size": 2, "moe_a2a_backend": "allgather"},
     "pp x ep": {"tp_size": 2, "ep_size": 2, "pp_size": 2},
@@ -65,96 +68,148 @@ SPREADS: dict[str, dict[str, Any]] = {
         "tp_size": 4, "attn_cp_size": 2, "attn_dp_size": 2, "ep_size": 4, "moe_a2a_backend": "alltoall",
     },
 }  # fmt: skip
-NEEDS_EXPERTS = ("ep", "tp x ep", "pp x ep", "cp x dp attention x ep")
 SHORT = {
     ("llama", "cp"), ("gemma3", "tp x pp"), ("olmo2", "dp attention"), ("bloom", "tp"), ("qwen2_moe", "pp x ep"),
     ("gpt_oss", "cp x dp attention x ep"), ("llama4", "tp x ep"), ("deepseek_v3", "ep"), ("cohere-qk-norm", "pp"),
-    ("qwen3_moe", "dp attention"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"),
-    ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "tp"), ("minimax", "tp x pp"), ("falcon_mamba", "tp"),
-    ("kimi_linear", "tp"),
+    ("qwen3_moe", "dp"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"), ("falcon_mamba", "tp"),
+    ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "dp attention"), ("minimax", "tp x pp"), ("gemma4", "tp"),
+    ("qwen3_vl_moe", "pp"), ("whisper", "tp x dp"), ("kimi_linear", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
+
+
+def refused(model: str, spread: str) -> bool:
+    """What `engine/decide.py` refuses, with its reason."""
+    sizes = SPREADS[spread]
+    if "ep_size" in sizes and model not in (*EXPERT_MODELS, "qwen3_vl_moe"):
+        return True
+    if "attn_cp_size" in sizes and (model in STATE_MODELS or model in ("gemma4", "whisper")):
+        return True
+    if "pp_size" in sizes and model in ("gemma4", "whisper"):
+        return True
+    return "attn_dp_size" in sizes and model == "whisper"
+
+
+MODELS = (*DENSE_MODELS, *EXPERT_MODELS, *MEDIA_MODELS)
 CASES = [
     pytest.param(model, spread, marks=() if (model, spread) in SHORT else LONG)
-    for model in (*DENSE_MODELS, *EXPERT_MODELS)
+    for model in MODELS
     for spread in SPREADS
-    if model in EXPERT_MODELS or spread not in NEEDS_EXPERTS
-    if model not in STATE_MODELS or "attn_cp_size" not in SPREADS[spread]
+    if not refused(model, spread)
 ]
 PROMPTS = [[5, 17, 99, 3, 64, 2, 120, 33], [42], list(range(3, 40)), [(7 * i + 3) % 120 + 3 for i in range(140)]]
 NEW_TOKENS = 6
+MARK = [START, IMAGE, END]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, what it is asked, and what transformers answers."""
+
+    path: Path
+    prompts: Sequence[list[int] | Asked]
+    expected: list[list[int]]
+    reference: torch.nn.Module | None
+    """Scores texts."""
 
 
 def make(case: str, folder: Path) -> torch.nn.Module:
-    prefix, extra = {**DENSE, **EARLIER, **EXPERTS, **LATENTS, **STATES}.get(case, (case, {}))
+    prefix, extra = {**DENSE, **EARLIER, **EXPERTS, **LATENTS, **STATES, **SHARED_KV}.get(case, (case, {}))
     return make_tiny(prefix, folder, **extra)
+
+
+def subject(model: str, into: Path) -> Subject:
+    if model == "whisper":
+        return hearing()
+    if model in MEDIA_MODELS:
+        return seeing(model)
+    reference = make(model, into)
+    return Subject(into, PROMPTS, greedy(reference, PROMPTS, NEW_TOKENS), reference)
+
+
+def seeing(model: str) -> Subject:
+    seen = load(model)
+    texts = [[5, *MARK, 9, *MARK, 7], [5, *MARK, 9], [*PROMPTS[-1], *MARK, 7]]
+    pixels = [[noise(24, 40), noise(56, 64)], [noise(24, 40)], [noise(16, 16, seed=1)]]
+    made = [make_prompt(seen.processor, text, images) for text, images in zip(texts, pixels, strict=True)]
+    asked = [Asked(each.ids, each.features, {"media": each.items, "positions": each.positions}) for each in made]
+    expected = [reference_answer(seen.reference, each, seen.tower, NEW_TOKENS) for each in made]
+    return Subject(
+        Path(seen.checkpoint.path),
+        [*asked, PROMPTS[0]],
+        [*expected, *greedy(seen.reference, PROMPTS[:1], NEW_TOKENS)],
+        None,
+    )
+
+
+def hearing() -> Subject:
+    whisper()
+    texts = [
+        (0, (TRANSCRIPT, 7, 8)),
+        (1, (TRANSCRIPT, 7, 8)),
+        (0, (TRANSCRIPT, 7, 8, 9)),
+        (2, (TRANSCRIPT, *range(20, 50))),
+    ]
+    asked = []
+    for seed, prompt in texts:
+        features, item = heard(seed)
+        asked.append(Asked(prompt, {item.features.path: features}, {"media": (item,)}))
+    return Subject(folder(), asked, [transcript(*each)[:NEW_TOKENS] for each in texts], None)
 
 
 @pytest.mark.parametrize(("model", "spread"), CASES)
 def test_spread_over_ranks_it_is_the_same_model(model: str, spread: str, tmp_path: Path) -> None:
-    reference = make(model, tmp_path)
-    expected = greedy(reference, PROMPTS, NEW_TOKENS)
-    with ThreadEngine(tmp_path, **SPREADS[spread]) as engine:
-        assert engine.ask(PROMPTS, NEW_TOKENS) == expected
-        assert engine.ask(PROMPTS[::-1], NEW_TOKENS) == expected[::-1], "other replicas, cached prefixes"
-        for scheduler in range(len(engine.schedulers)):
-            prompt = [*PROMPTS[-1][::-1], scheduler]
-            with torch.no_grad():
-                logits = reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1).numpy()
-            drawn = [*prompt[1:], int(logits[-1].argmax())]
-            scores = engine.scores(prompt, scheduler)
-            assert np.abs(np.array(scores) - logits[np.arange(len(prompt)), drawn]).max() <= 1e-4
-        check_bytes(engine)
+    given = subject(model, tmp_path)
+    with spread_over(given.path, **SPREADS[spread]) as served:
+        assert served.ask(given.prompts, NEW_TOKENS) == given.expected
+        again = served.ask(given.prompts[::-1], NEW_TOKENS)
+        assert again == given.expected[::-1], "other replicas, cached prefixes"
+        for engine in served.engines:
+            if given.reference is not None:
+                check_scores(engine, given.reference)
+            check_bytes(engine)
+
+
+def check_scores(engine: ThreadEngine, reference: torch.nn.Module) -> None:
+    for scheduler in range(len(engine.schedulers)):
+        prompt = [*PROMPTS[-1][::-1], scheduler]
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1).numpy()
+        drawn = [*prompt[1:], int(logits[-1].argmax())]
+        scores = engine.scores(prompt, scheduler)
+        assert np.abs(np.array(scores) - logits[np.arange(len(prompt)), drawn]).max() <= 1e-4
 
 
 def check_bytes(engine: ThreadEngine) -> None:
-    """Each rank holds what was planned for it, which is less than all."""
-    facts, layout = engine.decided.facts, engine.layout
     plan = engine.decided.resolved.plan
-    tables = 4 * 4 * facts.max_context * max((mixer.head_dim for mixer in facts.kv_mixers), default=0)
     held = [each for each in engine.held if each is not None]
-    num_states = 2 + 8 + 2 * 8  # of rows that begin, of padding, of slots, and snapshots
-    for rank, each in enumerate(held):
-        planned = 4 * rank_parameters(facts, layout, rank)
-        assert planned * 0.9 - 4 * facts.hidden * 8 <= each.weight_bytes <= planned * 1.1 + tables
-        whole_kv = 4 * rank_kv_values(facts, layout, rank) * (plan.kv_tokens + plan.page_size)
-        if len(plan.groups) == 1:
-            assert each.kv_bytes == whole_kv
-        else:  # pages have one size in all groups, on all stages
-            assert each.kv_bytes == plan.kv_bytes
-        assert each.state_bytes == 4 * rank_state_values(facts, layout, rank) * num_states
-    whole = 4 * facts.num_parameters()
-    if layout.heads * layout.pp > 1 or any(layer.ffn is not None for layer in facts.layers):
-        assert max(each.weight_bytes for each in held) - tables < 0.9 * whole
-    if facts.state_mixers:
-        assert plan.state_bytes == max(each.state_bytes for each in held)
-        if layout.heads * layout.pp > 1:
-            assert plan.state_bytes < 0.7 * 4 * rank_state_values(facts, type(layout)(), 0) * num_states
-    values = [rank_kv_values(facts, layout, rank) for rank in range(layout.size)]
-    latents = any(mixer.num_kv_heads == 1 for mixer in facts.kv_mixers)  # which ranks hold whole
-    stages = min(layout.pp, len(facts.kv_mixers))
-    if (1 if latents else layout.heads) * stages * layout.cp > 1:
-        assert max(values) < (0.8 if layout.stage_sizes else 0.6) * rank_kv_values(facts, type(layout)(), 0)
+    check_held(engine.decided.facts, engine.layout, held, kv_tokens=4096, page_size=4, slots=8, kv_bytes=plan.kv_bytes)
+    assert plan.state_bytes == max(each.state_bytes for each in held)
 
 
 def test_the_short_form_covers_everything() -> None:
-    assert {model for model, _ in SHORT} == {*DENSE_MODELS, *EXPERT_MODELS}
+    assert {model for model, _ in SHORT} == set(MODELS)
     assert {spread for _, spread in SHORT} == set(SPREADS)
+    assert not any(refused(*each) for each in SHORT)
+
+
+def kinds(union: UnionType) -> set[type]:
+    """The members of a union, those of unions within it, too."""
+    return {kind for each in get_args(union) for kind in (kinds(each) if get_args(each) else {each})}
 
 
 def test_the_kinds_are_all_there(tmp_path: Path) -> None:
-    """Latents and heads, mixtures and dense blocks: by the facts of the models."""
-    from bough.config.hf import open_checkpoint
-    from bough.models.registry import facts_of
-
-    mixers, blocks = set(), set()
+    """Every mixer, lifetime and feed-forward block that facts can have: by the facts of the models."""
+    found: set[type] = set()
+    plain: set[bool] = set()
     for number, case in enumerate((*DENSE_MODELS, *EXPERT_MODELS)):
-        folder = tmp_path / str(number)
-        make(case, folder)
-        facts = facts_of(open_checkpoint(str(folder)).config)
-        mixers |= {type(mixer).__name__ for mixer in facts.mixers}
-        blocks |= {
-            "Moe" if isinstance(layer.ffn, Moe) else f"Dense {layer.ffn.gated}" for layer in facts.layers if layer.ffn
-        }
-    assert {"Gqa", "Mla", "GatedDelta"} <= mixers
-    assert blocks == {"Moe", "Dense True", "Dense False"}
+        make(case, tmp_path / str(number))
+    paths = [*(tmp_path / str(number) for number in range(len(DENSE_MODELS) + len(EXPERT_MODELS)))]
+    whisper()
+    for path in (*paths, folder()):
+        facts: ModelFacts = facts_of(open_checkpoint(str(path)).config)
+        found |= {type(mixer) for mixer in facts.mixers} | {type(each) for each in lifetimes_of(facts, 4096)}
+        found |= {type(layer.ffn) for layer in facts.layers if layer.ffn is not None}
+        plain |= {layer.ffn.gated for layer in facts.layers if layer.ffn and not isinstance(layer.ffn, Moe)}
+    assert kinds(Mixer) | kinds(Lifetime) | kinds(FeedForward) <= found
+    assert plain == {True, False}

@@ -10,6 +10,7 @@ from seeing import load
 from thread_engine import ThreadEngine
 from tiny_vision import END, IMAGE, START
 
+from bough.core.errors import ConfigError
 from bough.runner.encoder import spread_items
 
 MARK = [START, IMAGE, END]
@@ -58,3 +59,11 @@ def test_items_are_spread_evenly(sizes: list[int], ranks: int) -> None:
     loads = [sum(sizes[number] for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes)
     assert shares == spread_items(list(sizes), ranks), "every rank comes to the same"
+
+
+def test_features_of_images_reach_the_first_stage_alone() -> None:
+    """A tower gives features for two layers: they have to be in one stage."""
+    path = load("qwen3_vl").checkpoint.path
+    with pytest.raises(ConfigError, match="first of 2 stages has 1 layers") as caught:
+        ThreadEngine(path, pp_size=2, pp_layer_partition="1,3")
+    assert "begins with 2 or more" in caught.value.fix

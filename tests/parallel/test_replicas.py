@@ -11,8 +11,10 @@ import httpx
 import psutil
 import pytest
 from cluster import NEW_TOKENS, PROMPTS, Cluster, greedy
+from held_bytes import check_served
 from tiny import make_tiny
 
+from bough.config.layout import Layout
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -44,6 +46,8 @@ def test_two_replicas_serve_as_one_and_one_survives(tmp_path: Path) -> None:
         assert all(load["totals"]["requests"] >= 2 for load in loads["loads"]), "both were asked"
         held = served.info()["engine"]["ranks"]
         assert [each["replica"] for each in held] == [0, 1]
+        for each in held:  # the whole model, with a KV cache of its own
+            check_served(tmp_path, Layout(), [each])
         assert httpx.post(f"{served.url}/flush_cache", timeout=30).status_code == 200
 
         engine_of(served, 1).kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -34,6 +34,7 @@ from bough.engine.lockstep import Agreement, LockstepInbox, LockstepRunner, exch
 from bough.engine.loop import Loop
 from bough.engine.pipeline import PipelineRunner, run_stage, sampling_rank
 from bough.engine.worker import BroadcastRunner, run_worker
+from bough.engine_client.replicas import Replicas
 from bough.layers.spread import TokenSpread
 from bough.platform.facts import detect
 from bough.runner.context import ContextShare
@@ -76,6 +77,16 @@ class ThreadChannel:
     def send(self, message: Any) -> None:
         for each in self._sources:
             each.send(message)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt with media."""
+
+    ids: Sequence[int]
+    features: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    """What `Generate` has for them."""
 
 
 class Scheduler:
@@ -242,11 +253,25 @@ class ThreadEngine:
         assert answers[request].end.reason in reasons, answers[request].end
         return answers[request].tokens
 
-    def ask(self, prompts: Sequence[Sequence[int]], new_tokens: int = 12) -> list[list[int]]:
+    def ask(self, prompts: Sequence[Sequence[int] | Asked], new_tokens: int = 12) -> list[list[int]]:
         """Greedy answers, from each scheduler in turn."""
         count = len(self.schedulers)
-        asked = [(self.submit(each, new_tokens, at % count), at % count) for at, each in enumerate(prompts)]
-        return [self.answer(*each) for each in asked]
+        return self.ask_at([at % count for at in range(len(prompts))], prompts, new_tokens)
+
+    def ask_at(
+        self, schedulers: Sequence[int], prompts: Sequence[Sequence[int] | Asked], new_tokens: int
+    ) -> list[list[int]]:
+        """Greedy answers, all prompts at once, each from the scheduler that is named for it."""
+        given = [each if isinstance(each, Asked) else Asked(each) for each in prompts]
+        for each in given:
+            self.features |= each.features
+        asked = [self.submit(each.ids, new_tokens, at, **each.more) for at, each in zip(schedulers, given, strict=True)]
+        return [self.answer(*each) for each in zip(asked, schedulers, strict=True)]
+
+    @property
+    def engines(self) -> list[ThreadEngine]:
+        """As `ThreadReplicas.engines`."""
+        return [self]
 
     def scores(self, prompt: Sequence[int], scheduler: int = 0) -> list[float]:
         """Log-probabilities of a prompt's tokens but the first, and of the token that is drawn behind it."""
@@ -264,3 +289,50 @@ class ThreadEngine:
     def contexts(self) -> list[ContextShare | None]:
         """What ranks share."""
         return [runner.context for runner in self.runners.values()]
+
+
+class ThreadReplicas:
+    """`--dp-size`: engines beside one another, with a model and a KV cache each. Who is asked is chosen as servers do."""
+
+    def __init__(self, path: Path, *, dp_size: int, **settings: Any) -> None:
+        self.engines = [ThreadEngine(path, dp_size=dp_size, **settings) for _ in range(dp_size)]
+        self._places = [(each, at) for each in self.engines for at in range(len(each.schedulers))]
+        self._replicas = Replicas([Unsent()] * len(self._places), (), "round_robin")
+
+    def __enter__(self) -> ThreadReplicas:
+        for each in self.engines:
+            each.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for each in self.engines:
+            each.__exit__(kind, error, trace)
+
+    def ask(self, prompts: Sequence[Sequence[int] | Asked], new_tokens: int = 12) -> list[list[int]]:
+        """Greedy answers."""
+        places = [self._replicas.choose(np.empty(0, np.int32), "") for _ in prompts]
+        answers: dict[int, list[int]] = {}
+        for engine in self.engines:
+            its = [number for number, place in enumerate(places) if self._places[place][0] is engine]
+            schedulers = [self._places[places[number]][1] for number in its]
+            given = engine.ask_at(schedulers, [prompts[number] for number in its], new_tokens)
+            answers |= dict(zip(its, given, strict=True))
+        assert len(set(places)) == min(len(prompts), len(self._places)), "all of them were asked"
+        return [answers[number] for number in range(len(prompts))]
+
+
+class Unsent:
+    """Requests go to an engine's threads by another way."""
+
+    def send(self, message: Any) -> None:
+        raise AssertionError("nothing is sent here")
+
+    def send_all(self, messages: Sequence[Any]) -> None:
+        raise AssertionError("nothing is sent here")
+
+    def close(self) -> None: ...
+
+
+def spread_over(path: Path, **settings: Any) -> ThreadEngine | ThreadReplicas:
+    """Engines as these settings say."""
+    return ThreadReplicas(path, **settings) if settings.get("dp_size", 1) > 1 else ThreadEngine(path, **settings)
