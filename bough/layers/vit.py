@@ -55,6 +55,11 @@ class Vit(nn.Module):
             x_TD = self.post_norm(x_TD)
         return x_TD.view(count, facts.tokens, hidden)
 
+    def embed(self, patches: Tensor, places_T: Tensor) -> Tensor:
+        """uint8 [T, patch, patch, channels] -> [T, D]: patches of images of their own shapes at learned positions."""
+        values: Tensor = self.patches(self.normalise(patches).permute(0, 3, 1, 2).flatten(1))
+        return values + self.positions.weight[places_T]
+
     def _angles(self, device: torch.device) -> Tensor:
         """[tokens of a tile, width of a head]: columns and rows count from one; the class token is not turned."""
         facts, width = self.facts, self.facts.block.head_dim // 2
@@ -86,6 +91,13 @@ class TiledTower(Tower):
     def pack(self, features_NMW: Tensor, items: Sequence[TowerInput]) -> Tensor:
         """Embeddings of all items, one after the other."""
         return features_NMW.flatten(0, 1)
+
+
+def nearest_places(h: int, w: int, side: int, device: torch.device) -> Tensor:
+    """[h, w]: of `side x side` learned positions that which lies where each patch begins."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side, device=device)
+    rows, columns = (torch.bucketize(torch.arange(size, device=device) / size, bounds, right=True) for size in (h, w))
+    return rows[:, None] * side + columns
 
 
 def shuffled(x_NPD: Tensor, side: int, by: int) -> Tensor:

@@ -180,6 +180,7 @@ GROUPS: Final = (
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
             "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",
             "LlavaOnevisionForConditionalGeneration": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
+            "MiniCPMV4_6ForConditionalGeneration": "openbmb/MiniCPM-V-4.6",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "MllamaForConditionalGeneration": "meta-llama/Llama-3.2-11B-Vision-Instruct",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",

@@ -142,6 +142,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3ForConditionalGeneration": "bough.models.gemma3_vl",
     "KimiK25ForConditionalGeneration": "bough.models.kimi_k25",
     "Llama4ForConditionalGeneration": "bough.models.llama4_vl",
+    "MiniCPMV4_6ForConditionalGeneration": "bough.models.minicpmv",
     "Mistral3ForConditionalGeneration": "bough.models.mistral3",
     "Glm46VForConditionalGeneration": "bough.models.glm4v",
     "Glm4vForConditionalGeneration": "bough.models.glm4v",

@@ -18,6 +18,7 @@ from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.kimi_k25 import KimiProcessor
 from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
+from bough.multimodal.minicpmv import MiniCpmProcessor
 from bough.multimodal.mllama import MllamaProcessor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
@@ -59,6 +60,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": AnyresProcessor,
     "LlavaOnevisionForConditionalGeneration": AnyresProcessor,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCpmProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "MllamaForConditionalGeneration": MllamaProcessor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,

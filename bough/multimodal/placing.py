@@ -47,11 +47,11 @@ class Placer:
         if not self._processor.in_prompt:
             return text
         text, by_text = self._marked(text, media)
-        left = iter(self.ordered(text, media))
+        left = iter(self._numbered(self.ordered(text, media)))
 
         def replaced(match: re.Match[str]) -> str:
-            each = next(left)
-            return "".join(self._text_of(each, piece) for piece in self._pieces(each))
+            each, pieces = next(left)
+            return "".join(self._text_of(each, piece) for piece in pieces)
 
         return re.sub("|".join(map(re.escape, by_text)), replaced, text)
 
@@ -96,12 +96,13 @@ class Placer:
         parts: list[Ids] = []
         places: list[_Place] = []
         begin = length = 0
-        for medium, (at, kind) in enumerate(sorted((at, kind) for kind, where in found.items() for at in where)):
-            each = next(left[kind])
+        marks = sorted((at, kind) for kind, where in found.items() for at in where)
+        numbered = self._numbered([next(left[kind]) for _, kind in marks])
+        for medium, ((at, kind), (each, pieces)) in enumerate(zip(marks, numbered, strict=True)):
             parts.append(ids[begin:at])
             length += at - begin
             begin = at + len(patterns[kind])
-            for piece in self._pieces(each):
+            for piece in pieces:
                 if isinstance(piece, PlaceholderRun):
                     owner = _owner(each, piece)
                     places.append(_Place(medium, owner, piece, length))
@@ -120,6 +121,15 @@ class Placer:
         return Placed(ids, tuple(items))
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _numbered(self, media: Sequence[Prepared]) -> list[tuple[Prepared, list[Piece]]]:
+        """The media of a prompt, in order, each with its pieces and what stands before them."""
+        counts: Counter[MediaKind] = Counter()
+        made = []
+        for each in media:
+            made.append((each, [*self._processor.prefix(each.kind, counts[each.kind]), *self._pieces(each)]))
+            counts[each.kind] += 1
+        return made
 
     def _pieces(self, each: Prepared) -> Sequence[Piece]:
         return self._processor.pieces(each.kind, each.processed)

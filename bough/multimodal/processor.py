@@ -192,6 +192,10 @@ class Processor(ABC):
     @abstractmethod
     def marker(self, kind: MediaKind) -> Marker: ...
 
+    def prefix(self, kind: MediaKind, number: int) -> Sequence[Piece]:
+        """Texts before the pieces of a prompt's medium, by its number among those of its kind."""
+        return ()
+
     @abstractmethod
     def pieces(self, kind: MediaKind, processed: Processed) -> Sequence[Piece]:
         """What replaces a medium's marker."""

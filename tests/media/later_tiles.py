@@ -15,7 +15,7 @@ from pillow_vision import on_pillow
 from safetensors.torch import save_file
 from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily, VideoKind
 from tiny import SIZES as TEXT_SIZES
-from tiny_vision import EOS, IMAGE, VOCAB
+from tiny_vision import DELTA, EOS, IMAGE, VOCAB
 
 
 def _glm(kind: str) -> Callable[[Any, dict[str, Any]], Any]:
@@ -91,6 +91,21 @@ def _save_kimi(reference: Any, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def _minicpmv(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    tokenizer.image_token, tokenizer.video_token = "<|image_pad|>", "<|video_pad|>"
+    tokenizer.image_token_id, tokenizer.video_token_id = IMAGE, 301
+    for name in ("image", "slice", "image_id"):
+        setattr(tokenizer, f"{name}_start_token", f"<{name}>")
+        setattr(tokenizer, f"{name}_end_token", f"</{name}>")
+    images = MiniCPMV4_6ImageProcessorPil(**settings)
+    made = transformers.MiniCPMV4_6Processor.__new__(transformers.MiniCPMV4_6Processor)
+    made.video_processor = images  # it is asked for its settings only
+    made.__init__(images, images, tokenizer)
+    return made
+
+
 GLM_TEXT = {
     **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS,
     "rope_parameters": {
@@ -149,6 +164,21 @@ LATER: dict[str, TileFamily] = {
         GLM_MARKS,
         GLM_MARK,
         GLM_VIDEO,
+    ),
+    "minicpmv": TileFamily(
+        "MiniCPMV4_6",
+        {
+            "text_config": {**TEXT, **DELTA, "model_type": "qwen3_5_text"},
+            "vision_config": {**VIT, "image_size": 28, "insert_layer_id": 1}, "insert_layer_id": 1,
+            "image_token_id": IMAGE, "video_token_id": 301,
+        },
+        {"max_slice_nums": 5, "scale_resolution": 24, "patch_size": 4, **HALF},
+        _minicpmv,
+        {
+            IMAGE: "<|image_pad|>", 301: "<|video_pad|>", 258: "<image>", 259: "</image>", 260: "<slice>", 261: "</slice>",
+            262: "<image_id>", 263: "</image_id>",
+        },
+        "<|image_pad|>",
     ),
     "kimi_k25": TileFamily(
         "Kimi_K25",

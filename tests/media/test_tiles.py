@@ -81,12 +81,15 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
         given = {
             key: value
             for key, value in wanted.items()
-            if key in ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
+            if key in ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids", "target_sizes")
         }
         expected = tiled.family.features(tiled.reference, given)
         assert tiled.model.tower is not None
         ours = tiled.model.tower(
-            [TowerInput(torch.from_numpy(features[item.features.path]), item.grid) for item in placed.items]
+            [
+                TowerInput(torch.from_numpy(features[item.features.path])[item.first : item.last or None], item.grid)
+                for item in placed.items
+            ]
         )
     assert expected.std() > 0.05
     assert (ours - expected).abs().max() <= 1e-4
@@ -97,7 +100,7 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
     if tiled.processor.axes:
         positions = tiled.processor.positions(placed.ids, placed.items).astype("<i4").tobytes()
     for setup in SETUPS.values():
-        setup = replace(setup, atomic_media=facts.tower.atomic, context_length=512)
+        setup = replace(setup, atomic_media=facts.tower.atomic, context_length=512, num_snapshots=64)
         if facts.tower.atomic:  # an item is computed in one step
             setup = replace(setup, chunk_tokens=max(setup.chunk_tokens, facts.tower.max_positions + 3))
         engine = InProcess(tiled.model, VOCAB, setup)
