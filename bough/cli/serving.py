@@ -257,12 +257,13 @@ def banner(server: LocalServer, service: Service | None) -> str:
 
 
 def _weights(served: ServedModel) -> str:
-    """The format of the weights' files, and the type of most of them."""
+    """The format of the weights' files, and how they are quantised, or the type of most of them."""
     if not served.stored_as:
         return "none read: they are drawn at random"
     name = "GGUF" if served.format == "gguf" else served.format
     size = next((row[1] for row in served.facts.get("memory", ()) if row[0] == "weights"), 0)
-    return f"{name}, {served.stored_as}" + (f", {show_bytes(size)} in memory" if size else "")
+    kept_as = served.facts.get("weight_format") or served.stored_as
+    return f"{name}, {kept_as}" + (f", {show_bytes(size)} in memory" if size else "")
 
 
 def _key_state(config: Config) -> str:

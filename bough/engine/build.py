@@ -77,6 +77,7 @@ from bough.platform import Device
 from bough.platform.processor import can_wait_busily
 from bough.platform.topology import device_order
 from bough.quantization.kv_scales import KvScales, find_kv_scales
+from bough.quantization.readable import rules_for
 from bough.runner.context import ContextShare
 from bough.runner.graphs import Extents
 from bough.runner.model_runner import ModelRunner
@@ -590,6 +591,14 @@ def media_kinds(facts: ModelFacts, pooling: PoolingFacts | None) -> tuple[MediaK
     return () if facts.tower is None else facts.tower.kinds
 
 
+def weight_format(checkpoint: Checkpoint, config: Config) -> str:
+    """How weights are quantised, in a few words; empty: they are not, or are GGUF's blocks."""
+    rules = rules_for(checkpoint, config.model.quantization)
+    if rules is None:
+        return ""
+    return rules.summary if config.model.quantization != "none" else f"{rules.summary}, dequantised"
+
+
 def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
     """What the other processes and `/server_info` may know."""
     checkpoint, facts, pooling, resolved, _ = decided
@@ -606,6 +615,8 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "eos_ids": list(checkpoint.eos_ids),
         "device": resolved.config.device.device,
         "dtype": resolved.config.model.dtype,
+        "weight_format": weight_format(checkpoint, resolved.config),
+        "kv_cache_dtype": resolved.config.model.kv_cache_dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and not limits.kv_stays,
         "media": list(media_kinds(facts, pooling)),
         "media_width": facts.tower.width if facts.tower is not None else 0,

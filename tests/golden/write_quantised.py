@@ -3,14 +3,17 @@
     python tests/golden/write_quantised.py [torchao ...]
 
 Needs an environment with compressed-tensors 0.20, gptqmodel 7.7, auto-round 0.16, bitsandbytes 0.50, nvidia-modelopt 0.47,
-torchao 0.18 and transformers 5.22; each case says which package made it. The tests read the files only. Every file holds the
-stored tensors, `dense` (the package's own dequantised weight) and, as metadata, the quantisation config of a checkpoint.
+torchao 0.18, fbgemm-gpu-genai 1.9 and transformers 5.22; each case says which package made it. The tests read the files
+only. Every file holds the stored tensors, `dense` (the package's own dequantised weight) and, as metadata, the quantisation
+config of a checkpoint.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +153,7 @@ def gptqmodel() -> None:
         for name, symmetric, order, version in (
             ("", True, False, 1), ("_asymmetric", False, False, 1), ("_v2", False, False, 2), ("_desc_act", True, True, 1),
         ):  # fmt: skip
-            if name and bits in (2, 8) and name != "_v2":
+            if name == "_asymmetric" and bits in (2, 8):
                 continue
             group = 64
             w = weight()
@@ -308,6 +311,29 @@ def transformers() -> None:
     save("mxfp4_experts", config, {"blocks": blocks, "scales": scales}, dense)
 
 
+def fbgemm() -> None:
+    """Rows by the function that fbgemm quantises weights with where there is no GPU; what they are worth by the product that
+    transformers' layer for this format computes, with the identity as activations."""
+    found = importlib.util.find_spec("fbgemm_gpu")
+    assert found is not None
+    assert found.submodule_search_locations
+    place = Path(found.submodule_search_locations[0])
+    for name in ("", ".experimental", ".experimental.gemm", ".experimental.gemm.triton_gemm"):
+        package = types.ModuleType(
+            f"fbgemm_gpu{name}"
+        )  # without the packages' own imports, which want a GPU's libraries
+        package.__path__ = [str(place.joinpath(*name.split(".")))]
+        sys.modules[package.__name__] = package
+    from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import quantize_fp8_row
+
+    values, scale = quantize_fp8_row(weight())
+    eye = torch.eye(COLS).to(torch.float8_e4m3fn)
+    one = torch.ones(COLS, 1)
+    dense = torch._scaled_mm(eye, values.T, scale_a=one, scale_b=scale.view(1, -1), out_dtype=torch.float32).T
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    save("fbgemm_fp8", config, {"weight": values, "weight_scale": scale.view(-1, 1)}, dense)
+
+
 def torchao() -> None:
     """As transformers saves them: the tensors of a subclass beside the weight's name."""
     from torchao import quantization as q
@@ -338,7 +364,7 @@ def torchao() -> None:
         save(f"torchao_{name}", described, stored, made.dequantize())
 
 
-WRITERS = (compressed_tensors, gptqmodel, awq, auto_round, bitsandbytes, modelopt, transformers, torchao)
+WRITERS = (compressed_tensors, gptqmodel, awq, auto_round, bitsandbytes, modelopt, transformers, fbgemm, torchao)
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or [write.__name__ for write in WRITERS]

@@ -6,15 +6,18 @@ written here is read by the same code, in whole models.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "quantised"
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns each nibble of a word holds."""
 Stored = dict[str, Tensor]
@@ -108,6 +111,87 @@ def static(w: Tensor) -> tuple[Stored, Tensor]:
     return {**stored, "input_scale": torch.rand(()) * 0.1 + 0.01}, dense
 
 
+def exponents(w: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """(bytes of e8m0, scales) for each 32 columns, so that none exceeds `largest`."""
+    scale = torch.exp2(torch.ceil(torch.log2(w.view(w.shape[0], -1, 32).abs().amax(-1) / largest)))
+    return (torch.log2(scale) + 127).to(torch.uint8), scale.repeat_interleave(32, 1)
+
+
+def mxfp8(w: Tensor) -> tuple[Stored, Tensor]:
+    stored, scale = exponents(w, 448)
+    codes = (w / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": stored}, codes.float() * scale
+
+
+HALVES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def fours(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """(e2m1 codes, their values), each the nearest."""
+    nearest = (scaled.abs()[..., None] - HALVES).abs().argmin(-1)
+    return (nearest | (scaled < 0).long() << 3).to(torch.uint8), HALVES[nearest] * scaled.sign()
+
+
+def mxfp4(w: Tensor) -> tuple[Stored, Tensor]:
+    stored, scale = exponents(w, 6)
+    codes, values = fours(w / scale)
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": stored}, values * scale
+
+
+def nvfp4(w: Tensor) -> tuple[Stored, Tensor]:
+    whole = w.abs().max() / (6 * 448)
+    small = (w.view(w.shape[0], -1, 16).abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    scale = small.float().repeat_interleave(16, 1) * whole
+    codes, values = fours(w / scale)
+    stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": small, "weight_scale_2": whole}
+    return {**stored, "input_scale": torch.tensor(0.01)}, values * scale
+
+
+def golden(name: str) -> tuple[dict[str, Any], Stored]:
+    """The config and the tensors of a file that the format's own package wrote."""
+    with safe_open(GOLDEN / f"{name}.safetensors", framework="pt") as file:
+        return json.loads(file.metadata()["config"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def nf4(w: Tensor) -> tuple[Stored, Tensor]:
+    table = golden("bnb_nf4")[1]["weight.quant_map"]
+    blocks = w.reshape(-1, 64)
+    scale = blocks.abs().amax(1)
+    codes = (blocks[..., None] / scale[:, None, None] - table).abs().argmin(-1)
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(w.shape)})
+    flat = codes.view(-1, 2)
+    stored = {
+        "weight": (flat[:, :1] << 4 | flat[:, 1:]).to(torch.uint8),
+        "weight.absmax": scale,
+        "weight.quant_map": table,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
+    }
+    return stored, (table[codes] * scale[:, None]).view(w.shape)
+
+
+def bnb8(w: Tensor) -> tuple[Stored, Tensor]:
+    stored, dense = int8(w)
+    return {"weight": stored["weight"], "SCB": stored["weight_scale"].flatten() * 127}, dense
+
+
+def torchao(w: Tensor) -> tuple[Stored, Tensor]:
+    codes, scale, zero = ints(w, 4, 32, symmetric=True)
+    stored = {"_weight_qdata": codes - 8, "_weight_zero_point": zero - 8}
+    stored = {key: value.to(torch.int8) for key, value in stored.items()}
+    return {**stored, "_weight_scale": scale}, back(codes, scale, zero, 32)
+
+
+def blocks8(w: Tensor) -> tuple[Stored, Tensor]:
+    stored, dense = torch.empty_like(w), torch.empty_like(w)
+    scale = torch.empty(w.shape[0] // 32, w.shape[1] // 32)
+    for i, j in itertools.product(*map(range, scale.shape)):
+        at = (slice(i * 32, (i + 1) * 32), slice(j * 32, (j + 1) * 32))
+        scale[i, j] = w[at].abs().max() / 127
+        stored[at] = (w[at] / scale[i, j]).round()
+        dense[at] = stored[at] * scale[i, j]
+    return {"weight": stored.to(torch.int8), "weight_scale_inv": scale}, dense
+
+
 Writer = Callable[[Tensor], tuple[Stored, Tensor]]
 
 
@@ -147,6 +231,36 @@ FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
         lambda w: fp8(w, 32, 32, "weight_scale_inv"),
     ),
 }
+_TORCHAO = golden("torchao_int4")[0]
+_TORCHAO["quant_type"]["default"]["_data"]["granularity"]["_data"]["group_size"] = 32
+_FOUR = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+OTHER_FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq2": ({**_GPTQ, "bits": 2, "sym": False}, lambda w: gptq(w, 32, 2, symmetric=False)),
+    "gptq8-desc_act": ({**_GPTQ, "bits": 8, "desc_act": True}, lambda w: gptq(w, 32, 8, desc_act=True)),
+    "auto-round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+        lambda w: gptq(w, 32),
+    ),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8"}, lambda w: fp8(w, 1, 0, "weight_scale")),
+    "mxfp8": ({"quant_method": "mxfp8"}, mxfp8),
+    "mxfp4": (_ct("mxfp4-pack-quantized", _FOUR), mxfp4),
+    "modelopt-fp8": ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, static),
+    "modelopt-nvfp4": ({"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}, nvfp4),
+    "w8a8_int8": ({"quant_method": "w8a8_int8"}, int8),
+    "blockwise_int8": ({"quant_method": "blockwise_int8", "weight_block_size": [32, 32]}, blocks8),
+    "bnb-nf4": (golden("bnb_nf4")[0], nf4),
+    "bnb-int8": (golden("bnb_int8")[0], bnb8),
+    "torchao-int4": (_TORCHAO, torchao),
+}
+"""Formats whose whole models are tried by fewer tests."""
+ALL_FORMATS = {**FORMATS, **OTHER_FORMATS}
+FLOATS = ("fp8", "nf4")
+"""In the names of formats whose activations a CPU does not round."""
+
+
+def rounds_activations(form: str) -> bool:
+    """Whether a CPU rounds activations to 8 bits before a product with weights of this format."""
+    return not any(word in form for word in FLOATS)
 
 
 def quantise_checkpoint(
@@ -154,7 +268,7 @@ def quantise_checkpoint(
 ) -> dict[str, Tensor]:
     """Quantises the matrices of the checkpoint in `folder`, but those with a word of `skip` in their names. Returns all
     weights as the new checkpoint means them."""
-    config, write = FORMATS[form]
+    config, write = ALL_FORMATS[form]
     torch.manual_seed(0)
     path = folder / "model.safetensors"
     stored: Stored = {}

@@ -38,7 +38,9 @@ class BitsAndBytes4Layout(WeightLayout):
         floats, whole = frozenset({"F32"}), (None, None)
         specs = {
             "weight": TensorSpec((count // 2, 1), StoredSpan(0, 1, shape[1] // 2), None, frozenset({"U8"})),
-            "weight_absmax": TensorSpec((blocks,), *whole, frozenset({"U8"}) if self.nested else floats),
+            "weight_absmax": TensorSpec(
+                (blocks,), *whole, frozenset({"U8"}) if self.nested else floats, is_scale=not self.nested
+            ),
             "weight_quant_map": TensorSpec((16,), *whole, floats),
             "weight_quant_state": TensorSpec((self.state_bytes,), *whole, frozenset({"U8"})),
         }

@@ -32,6 +32,8 @@ def test_weights_and_kv_capacity() -> None:
     assert "  KV cache   16,384 tokens" in text
     assert "  weights    safetensors, BF16" in shown(format="safetensors", stored_as="BF16")
     assert "drawn at random" in shown(stored_as="")
+    quantised = shown(format="safetensors", stored_as="I32", facts={"weight_format": "GPTQ, INT4 in groups of 128"})
+    assert "  weights    safetensors, GPTQ, INT4 in groups of 128, 92.10 MiB in memory" in quantised
 
 
 def test_a_better_model_is_named_beside_the_default_one_only() -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bough.config.hf import StoredShape
+from bough.core.errors import WeightsError
 from bough.kernels.packed_linear import Codes, dequantise, pack_codes
 from bough.quantization.coded import check_cut
 from bough.quantization.layouts import layout_of
+from bough.quantization.layouts.layout import scale_check
 from bough.quantization.loading import PartLoader, Source, dequantised
 from bough.quantization.names import tensor_name
 from bough.quantization.read import read_rules
@@ -76,6 +79,36 @@ def test_dequantised_weights_are_theirs(name: str) -> None:
     codes, dense = read(name, slice(None), slice(None))
     assert_same(dequantised(codes), dense)
     assert torch.equal(dequantise(pack_codes(codes)), dequantised(codes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_that_are_no_numbers_are_found_before_loading(name: str, tmp_path: Path) -> None:
+    with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+        form = read_rules(json.loads(file.metadata()["config"])).of(LAYER, "linear")
+        tensors = {tensor_name(f"{LAYER}.{key}"): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert form is not None
+    dense = tensors.pop(f"{LAYER}.dense")
+    headers = {key: StoredShape("", tuple(value.shape), 0) for key, value in tensors.items()}
+    specs = layout_of(form, LAYER, headers).tensors((dense.shape[0], dense.shape[1]))
+    scales = {key: spec for key, spec in specs.items() if spec.is_scale and f"{LAYER}.{key}" in tensors}
+    assert scales
+    for key, spec in scales.items():
+        good = tensors[f"{LAYER}.{key}"]
+        bad = good.clone().flatten()
+        if bad.dtype == torch.uint8:
+            bad[-1] = 255  # NaN in e8m0
+        elif bad.dtype == torch.float8_e4m3fn:
+            bad.view(torch.uint8)[-1] = 0x7F
+        else:
+            bad[-1] = torch.nan
+        path = tmp_path / "scale.safetensors"
+        save_file({"good": good, "bad": bad.view(good.shape)}, path)
+        check = scale_check(spec)
+        assert check is not None
+        with open_safetensors((path,)) as stored:
+            check(stored["good"])
+            with pytest.raises(WeightsError, match="1 scales that are no numbers"):
+                check(stored["bad"])
 
 
 @pytest.mark.parametrize("name", NAMES)

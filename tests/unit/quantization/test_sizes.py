@@ -9,13 +9,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from gguf_files import write_gguf
-from quantised_files import FORMATS, quantise_checkpoint
+from quantised_files import ALL_FORMATS, quantise_checkpoint
 from tiny import make_tiny
 
 from bough.cli.main import main
 from bough.config.gguf_header import KEPT_BITS
 from bough.config.hf import open_checkpoint
 from bough.config.server_args import build_config
+from bough.engine.build import weight_format
 from bough.engine.decide import decide
 from bough.kernels.packed_linear import PackedWeight
 from bough.kernels.packed_linear.weight import FORMATS as BLOCKS
@@ -39,22 +40,60 @@ def held(model: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq3", "int4-zeros", "int8", "fp8-block", "fp8-static"])
+SUMMARIES = {
+    "awq": "AWQ, INT4 in groups of 32",
+    "gptq": "GPTQ, INT4 in groups of 32",
+    "gptq3": "GPTQ, INT3 in groups of 32",
+    "gptq-desc_act": "GPTQ, INT4 in groups of 32",
+    "int4": "INT4 in groups of 32",
+    "int4-zeros": "INT4 in groups of 32",
+    "w4a8": "INT4 in groups of 32, activations INT8 dynamic",
+    "int8": "INT8, a scale per channel, activations INT8 dynamic",
+    "fp8-channel": "FP8, a scale per channel, activations FP8 dynamic",
+    "fp8-static": "FP8, a scale per tensor, static activations",
+    "fp8-block": "FP8, blocks of 32 x 32",
+    "gptq2": "GPTQ, INT2 in groups of 32",
+    "gptq8-desc_act": "GPTQ, INT8 in groups of 32",
+    "auto-round": "auto-round, INT4 in groups of 32",
+    "fbgemm_fp8": "FP8, a scale per channel",
+    "mxfp8": "MXFP8, blocks of 32",
+    "mxfp4": "MXFP4",
+    "modelopt-fp8": "ModelOpt FP8, a scale per tensor, static activations",
+    "modelopt-nvfp4": "ModelOpt NVFP4",
+    "w8a8_int8": "INT8, a scale per channel",
+    "blockwise_int8": "INT8, blocks of 32 x 32",
+    "bnb-nf4": "bitsandbytes NF4",
+    "bnb-int8": "bitsandbytes INT8",
+    "torchao-int4": "torchao IntxWeightOnly",
+}
+QUICK = ("awq", "gptq3", "int4-zeros", "int8", "fp8-block", "fp8-static")
+
+
+@pytest.mark.parametrize(
+    "form", [*QUICK, *(pytest.param(each, marks=pytest.mark.long) for each in ALL_FORMATS if each not in QUICK)]
+)
 def test_of_checkpoints(form: str, tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, **SIZES)
     quantise_checkpoint(tmp_path, form)
     wanted = build_config(model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True)
     resolved = decide(wanted, detect("cpu")).resolved
-    assert resolved.config.model.quantization == FORMATS[form][0]["quant_method"]
+    method = ALL_FORMATS[form][0].get("quant_method", "modelopt")
+    assert resolved.config.model.quantization == method
     model = build_model(open_checkpoint(str(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
     assert resolved.plan.weight_bytes == pytest.approx(held(model), rel=0.12)
+    assert resolved.decisions["quantization"].because == SUMMARIES[form]
+    assert weight_format(open_checkpoint(str(tmp_path)), resolved.config) == SUMMARIES[form], "the banner's"
 
 
-def test_doctor_says_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "form", ["awq", *(pytest.param(each, marks=pytest.mark.long) for each in ALL_FORMATS if each != "awq")]
+)
+def test_doctor_says_the_format(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tiny("llama", tmp_path, **SIZES)
-    quantise_checkpoint(tmp_path, "awq")
+    quantise_checkpoint(tmp_path, form)
     main(["doctor", str(tmp_path), "--device", "cpu", "--skip-tokenizer-init"])
-    assert "weights are quantised, awq: AWQ, INT4 in groups of 32" in capsys.readouterr().out
+    method = ALL_FORMATS[form][0].get("quant_method", "modelopt")
+    assert f"weights are quantised, {method}: {SUMMARIES[form]}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block", "int4", "mxfp4"])
