@@ -21,7 +21,7 @@ from bough.layers.attention import growth
 from bough.layers.batch import AttentionSpec, Batch, RawLatents, chooses, rotates, takes_latents
 from bough.layers.build import Build
 from bough.layers.indexer import TokenIndexer
-from bough.layers.linear import HeadsLinear, ReplicatedLinear, RowLinear
+from bough.layers.linear import HeadsLinear, JoinedLinear, RowLinear
 from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.rotary import Rope
 from bough.layers.stream import Input, Normed, Product, value_of
@@ -60,12 +60,11 @@ class LatentAttention(nn.Module):
             topk=0 if facts.sparse is None else facts.sparse.topk,
             index=None if self.indexer is None else self.indexer.kept,
         )
-        self.q_down: ReplicatedLinear | None = None
+        down = {"kv": facts.kv_values} if facts.q_rank is None else {"q": facts.q_rank, "kv": facts.kv_values}
+        self.down = JoinedLinear(hidden, down, build, bias=facts.bias)
         if facts.q_rank is not None:
-            self.q_down = ReplicatedLinear(hidden, facts.q_rank, build, bias=facts.bias)
             self.q_norm = make_norm(facts.norm, facts.q_rank, build)
         self.q_up = HeadsLinear(facts.q_rank or hidden, facts.num_heads, facts.head_dim, mine, build)
-        self.kv_down = ReplicatedLinear(hidden, facts.kv_values, build, bias=facts.bias)
         self.kv_norm = make_norm(facts.norm, facts.kv_rank, build)
         self.kv_up = Expansion(facts, mine, build)
         inputs = slice(mine.start * facts.v_dim, mine.stop * facts.v_dim)
@@ -78,11 +77,11 @@ class LatentAttention(nn.Module):
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
         x_TD = value_of(x)
-        query_TP = x_TD if self.q_down is None else self.q_norm(self.q_down(x_TD))
+        *q, kv_TX = self.down(x_TD)
+        query_TP = self.q_norm(q[0]) if q else x_TD
         q_TNH = self.q_up(query_TP).view(len(x_TD), self.num_heads, self.facts.head_dim)
         if self.facts.temperature is not None:
             q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
-        kv_TX = self.kv_down(x_TD)
         if self.indexer is not None:
             assert chooses(backend), "who serves such models has a backend that does"
             backend.choose(self.spec, self.indexer(x_TD, query_TP, batch))

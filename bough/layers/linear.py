@@ -60,6 +60,21 @@ class ReplicatedLinear(_Weighted):
         return self.matrix.forward(value_of(x), self.bias)
 
 
+class JoinedLinear(_Weighted):
+    """Several products of the same inputs in one, all of which every rank holds."""
+
+    def __init__(self, in_dim: int, widths: dict[str, int], build: Build, *, bias: bool = False) -> None:
+        """`widths`: by name, the outputs of each."""
+        self.widths = list(widths.values())
+        super().__init__(
+            tuple(Part(name, (width, in_dim), ALL, ALL) for name, width in widths.items()), build, bias=bias
+        )
+
+    def forward(self, x: Input) -> tuple[Tensor, ...]:
+        """Views of one tensor."""
+        return self.matrix.forward(value_of(x), self.bias).split_with_sizes(self.widths, -1)
+
+
 class ColumnLinear(_Weighted):
     """Each rank computes its share of the outputs from all inputs."""
 

@@ -10,18 +10,23 @@ from bough.config.fields import Fields
 from bough.config.model_facts import FeedForward, ModelFacts
 from bough.models.hf_names import CHOICE_BIAS, ENDS, EXPERTS, FEED_FORWARD, NORMS, SHARED_EXPERTS, in_layers
 from bough.models.makers import pre_norm
-from bough.weights.mapping import Beyond, Mapping
+from bough.weights.mapping import Beyond, Fuse, Mapping
 
-BESIDE_QUERIES = in_layers(
-    {
-        "self_attn.q_a_proj": "attn.q_down",
-        "self_attn.q_a_layernorm": "attn.q_norm",
-        "self_attn.q_b_proj": "attn.q_up",
-        "self_attn.kv_a_proj_with_mqa": "attn.kv_down",
-        "self_attn.kv_a_layernorm": "attn.kv_norm",
-        "self_attn.kv_b_proj": "attn.kv_up",
-        "self_attn.o_proj": "attn.out",
-    }
+BESIDE_QUERIES = (
+    Fuse(
+        "layers.*.attn.down",
+        q="model.layers.*.self_attn.q_a_proj",
+        kv="model.layers.*.self_attn.kv_a_proj_with_mqa",
+    ),
+    *in_layers(
+        {
+            "self_attn.q_a_layernorm": "attn.q_norm",
+            "self_attn.q_b_proj": "attn.q_up",
+            "self_attn.kv_a_layernorm": "attn.kv_norm",
+            "self_attn.kv_b_proj": "attn.kv_up",
+            "self_attn.o_proj": "attn.out",
+        }
+    ),
 )
 LATENTS = (*in_layers({"self_attn.q_proj": "attn.q_up"}), *BESIDE_QUERIES)
 

@@ -25,6 +25,10 @@ CUDNN_FROM = 1024
 """Queries of the shortest row for which the vendor's kernel is called by itself: it needs keys with their rotated part."""
 
 
+Places = dict[int, Tensor]
+"""By row: where its tokens lie in pages."""
+
+
 class LongRow(NamedTuple):
     """A row with a context, by its number, its first token and its lengths."""
 
@@ -45,15 +49,16 @@ def attend(
     long_rows: list[LongRow],
     k_scale: float,
     out_TNV: Tensor,
+    places: Places,
 ) -> None:
     """Fills `out_TNV` for the given rows. Queries are rotated; `kv_TX` is what the step's tokens left in the pages, as it
-    is read from there."""
+    is read from there. `places`: what layers with the same pages have worked out."""
     rank = spec.v_head_dim
     assert rank is not None, "a layer with latents has one"
     if fresh_rows:
         _attend_fresh(spec, inputs, maps, q_TNH, kv_TX, fresh_rows, rank, out_TNV)
     for each in long_rows:
-        _attend_long(spec, inputs, maps, q_TNH, each, rank, out_TNV, k_scale)
+        _attend_long(spec, inputs, maps, q_TNH, each, rank, out_TNV, k_scale, places)
 
 
 def _attend_fresh(
@@ -102,9 +107,11 @@ def _attend_long(
     rank: int,
     out_TNV: Tensor,
     k_scale: float,
+    places: Places,
 ) -> None:
     total = each.before + each.length
-    pages = inputs.page_table.index_select(0, inputs.slots_R[each.row : each.row + 1]).squeeze(0)
+    if each.row not in places:
+        places[each.row] = _locations(inputs, each.row, total)
     cache = inputs.k_caches[spec.layer].flatten(0, 2)
     mine = slice(each.first, each.first + each.length)
     in_parts = total > PIECE
@@ -113,12 +120,7 @@ def _attend_long(
         out = torch.empty((each.length, *out_TNV.shape[1:]), dtype=torch.float32, device=q_TNH.device)
         lse = torch.empty((each.length, q_TNH.shape[1]), dtype=torch.float32, device=q_TNH.device)
     for first_key in range(0, total, PIECE):
-        at_S = torch.arange(first_key, min(first_key + PIECE, total), device=q_TNH.device)
-        column_S = (at_S // inputs.page_size).clamp(
-            max=len(pages) - 1
-        )  # `before` is a bound, and may lie behind the table
-        loc_S = pages[column_S].long() * inputs.page_size + at_S % inputs.page_size
-        kv_SX = _rows_of(cache, loc_S)
+        kv_SX = _rows_of(cache, places[each.row][first_key : first_key + PIECE])
         if kv_SX.dtype != q_TNH.dtype:
             kv_SX = (kv_SX.float() * k_scale).to(q_TNH.dtype)
         k_SNC, v_SNV = maps.expand(kv_SX[:, :rank])
@@ -128,6 +130,14 @@ def _attend_long(
         )  # fmt: skip
     if in_parts:
         out_TNV[mine] = out.to(out_TNV.dtype)
+
+
+def _locations(inputs: AttentionInputs, row: int, num_tokens: int) -> Tensor:
+    """int64 [S]: where the first tokens of a row lie in its pages; of those that it has no pages for, anywhere."""
+    pages = inputs.page_table.index_select(0, inputs.slots_R[row : row + 1]).squeeze(0)
+    at_S = torch.arange(num_tokens, device=pages.device)
+    column_S = (at_S // inputs.page_size).clamp(max=len(pages) - 1)
+    return pages[column_S].long() * inputs.page_size + at_S % inputs.page_size
 
 
 def _rows_of(cache_LX: Tensor, at_S: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -80,6 +80,8 @@ class _Prepared:
     long: list[expanded.LongRow]
     """Rows with a context of which keys and values are made (latents)."""
     just_planned: bool = True
+    places: expanded.Places = field(default_factory=dict)
+    """Of those rows' tokens, once a layer has worked them out."""
 
     @property
     def end(self) -> int:
@@ -255,7 +257,8 @@ class TritonAttention:
             maps.values(read_TNR, out_TNV[:front])
         if prepared is not None and (prepared.fresh or prepared.long):
             seen_TX = _as_read(k, cache.dtype, k_scale).squeeze(1)
-            expanded.attend(spec, inputs, maps, q_TNH, seen_TX, prepared.fresh, prepared.long, k_scale, out_TNV)
+            rows = prepared.fresh, prepared.long
+            expanded.attend(spec, inputs, maps, q_TNH, seen_TX, *rows, k_scale, out_TNV, prepared.places)
         return out_TNV.flatten(1)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:

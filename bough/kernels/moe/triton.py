@@ -26,6 +26,31 @@ _ONE_LAUNCH_PAIRS = 4096
 
 
 @triton.jit
+def _best_experts(
+    left, score, SCORED: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """(the K experts with the most `left`, the first of equal ones; and what they have: of `left`, or with SCORED of
+    `score`). Behind the first K both are 0."""
+    expert = tl.arange(0, BLOCK)
+    choice = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    found = tl.zeros([BLOCK_K], tl.float32)
+    free = expert < E
+    for place in tl.static_range(K):
+        best = tl.max(left, 0)
+        first = tl.min(tl.where((left == best) & free, expert, BLOCK), 0)
+        if SCORED:
+            value = tl.sum(tl.where(expert == first, score, 0.0), 0)
+        else:
+            value = best
+        chosen = tl.where(choice == place, first, chosen)
+        found = tl.where(choice == place, value, found)
+        free = free & (expert != first)
+        left = tl.where(expert == first, float("-inf"), left)
+    return chosen, found
+
+
+@triton.jit
 def _topk_kernel(
     logits,
     weights,
@@ -48,17 +73,9 @@ def _topk_kernel(
     value = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
     top = tl.max(value, 0)
     total = tl.sum(tl.exp(value - top), 0)
-    chosen = tl.zeros([BLOCK_K], tl.int32)
-    weight = tl.zeros([BLOCK_K], tl.float32)
     left = tl.where(expert < E, value, float("-inf"))
-    taken = expert >= E
-    for place in tl.static_range(K):
-        best = tl.max(left, 0)
-        first = tl.min(tl.where((left == best) & (taken == 0), expert, BLOCK), 0)
-        chosen = tl.where(choice == place, first, chosen)
-        weight = tl.where(choice == place, tl.exp(best - top) / total, weight)
-        taken = taken | (expert == first)
-        left = tl.where(expert == first, float("-inf"), left)
+    chosen, best = _best_experts(left, left, False, E, K, BLOCK, BLOCK_K)
+    weight = tl.where(choice < K, tl.exp(best - top) / total, 0.0)
     if RENORMALISE:
         weight = weight / tl.sum(weight, 0)
     if PADDED:
@@ -124,16 +141,7 @@ def _scored_kernel(
             dropped = dropped & (group != first)
         by_group = tl.where(dropped[:, None], float("-inf"), by_group)
         left = tl.reshape(by_group, [BLOCK])
-    chosen = tl.zeros([BLOCK_K], tl.int32)
-    weight = tl.zeros([BLOCK_K], tl.float32)
-    free = expert < E
-    for place in tl.static_range(K):
-        best = tl.max(left, 0)
-        first = tl.min(tl.where((left == best) & free, expert, BLOCK), 0)
-        chosen = tl.where(choice == place, first, chosen)
-        weight = tl.where(choice == place, tl.sum(tl.where(expert == first, score, 0.0), 0), weight)
-        free = free & (expert != first)
-        left = tl.where(expert == first, float("-inf"), left)
+    chosen, weight = _best_experts(left, score, True, E, K, BLOCK, BLOCK_K)
     if RENORMALISE:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
     if PADDED:
