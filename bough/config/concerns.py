@@ -535,6 +535,9 @@ class LogConfig:
     """Directory for crash reports: shapes and ids of the last steps, settings, the cause; no text of requests."""
     dump_dir: str = ""
     """Directory for the bodies of all requests, including their text, for `bough replay`. Off by default."""
+    dump_media: bool = False
+    """Keep media in dumped bodies. Otherwise images and the like that stand in them are replaced by their size and
+    digest, and such requests can't be replayed."""
     tensor_dump_dir: str = ""
     """Directory for the outputs of all layers for requests whose rid begins with "dump-", for `bough debug compare`."""
     profile_dir: str = ""

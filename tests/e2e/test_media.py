@@ -26,7 +26,7 @@ from bough.layers.tower import TowerInput
 from bough.models.load import build_model
 from bough.multimodal.families import processor_of
 
-from .conftest import Server
+from .conftest import Server, free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -66,12 +66,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def grpc_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, grpc_port: int) -> Iterator[Server]:
     made = Server({
         "model_path": str(folder), "dtype": "float32", "device": "cpu", "cpu_threads": 1, "context_length": 1024,
         "custom_kernels": False, "allowed_local_media_path": str(folder / "allowed"),
         "allowed_media_domains": "127.0.0.1/32", "limit_mm_data_per_request": '{"image": 3}', "page_size": 4,
-        "enable_mm_embeds": True, "rerank_template": str(folder / "rerank.jinja"),
+        "enable_mm_embeds": True, "rerank_template": str(folder / "rerank.jinja"), "grpc_port": grpc_port,
     })  # fmt: skip
     yield made
     made.end()
@@ -306,7 +311,7 @@ def test_metrics_and_memory_know_media(server: Server) -> None:
     assert (about["has_image_understanding"], about["has_audio_understanding"]) == (True, False)
 
 
-def test_other_dialects_show_the_same_picture(client: openai.OpenAI, server: Server) -> None:
+def test_other_dialects_show_the_same_picture(client: openai.OpenAI, server: Server, web: str) -> None:
     """Official clients; each question is the same prompt, so that the second finds the first's pages."""
     import anthropic
     import ollama
@@ -334,6 +339,20 @@ def test_other_dialects_show_the_same_picture(client: openai.OpenAI, server: Ser
         assert told.output_text == text
         assert told.usage is not None
         assert told.usage.input_tokens == tokens
+
+    linked: Any = [{"type": "input_file", "filename": "a.png", "file_url": f"{web}/a.png"}, asked[1]]
+    told = client.responses.create(
+        model="default", input=[{"role": "user", "content": linked}], max_output_tokens=8, temperature=0,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert told.output_text == text
+    content[0]["source"] = {"type": "url", "url": f"{web}/a.png"}
+    said = claude.messages.create(
+        model="default", max_tokens=8, messages=[{"role": "user", "content": content}],
+        extra_body={"temperature": 0},
+    )  # fmt: skip
+    assert said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0) == tokens
+    assert (said.usage.cache_read_input_tokens or 0) > POSITIONS, "by whatever name, it is the same image"
 
     local = ollama.Client(host=server.url)
     options = {"num_predict": 8, "temperature": 0}
@@ -367,6 +386,39 @@ def test_programs_fork_behind_a_picture(server: Server, tmp_path: Path) -> None:
     for meta in state["both"]:
         assert meta["image_tokens"] == POSITIONS
     assert max(meta["cached_tokens"] for meta in state["both"]) > POSITIONS
+
+    frames = [Image.open(io.BytesIO(png(24, 40, seed=number))) for number in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500)
+
+    @sgl.function
+    def film(s: Any) -> None:
+        s += sgl.user("see " + sgl.video(str(tmp_path / "a.gif"), 4))
+        forks = s.fork(2)
+        forks += sgl.assistant(sgl.gen("x", max_tokens=4, ignore_eos=True, temperature=0))
+        s["both"] = [fork.get_meta_info("x") for fork in forks]
+
+    both = film.run(backend=sgl.RuntimeEndpoint(server.url))["both"]
+    assert all(meta["video_tokens"] > POSITIONS for meta in both)
+    assert max(meta["cached_tokens"] for meta in both) > both[0]["video_tokens"]
+
+
+def test_pictures_over_grpc(server: Server, grpc_port: int) -> None:
+    import grpc
+
+    from bough.entrypoints.grpc.bough_pb2 import GenerateRequest, Medium, SamplingParams
+    from bough.entrypoints.grpc.bough_pb2_grpc import BoughStub
+
+    text = "a<|vision_start|><|image_pad|><|vision_end|>b"
+    wanted = native(server, text=text, image_data=data_url())
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = BoughStub(channel)
+        for medium in (Medium(kind="image", data=PICTURE), Medium(kind="image", url=data_url())):
+            sampling = SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)
+            said = list(stub.Generate(GenerateRequest(text=text, media=[medium], sampling_params=sampling)))
+            assert "".join(each.text for each in said) == wanted["text"]
+        with pytest.raises(grpc.RpcError, match=r"no picture|no image|kind") as refused:
+            list(stub.Generate(GenerateRequest(text=text, media=[Medium(kind="image", data=b"nonsense")])))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_first_tokens_are_timed_over_http(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

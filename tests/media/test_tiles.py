@@ -21,9 +21,10 @@ from test_in_engine import GREEDY, NEW
 from tiny_tiles import TILE_FAMILIES, load_tiled
 from tiny_vision import IMAGE, VOCAB
 from transformers.image_utils import SizeDict
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
 from bough.config.hf import open_checkpoint
-from bough.core.errors import ConfigError
+from bough.core.errors import ConfigError, InvalidRequest
 from bough.core.media import Features
 from bough.layers.decoder import Decoder
 from bough.layers.tower import TowerInput
@@ -195,3 +196,18 @@ def test_own_checkpoints_of_internvl(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").unlink()
     with pytest.raises(ConfigError, match="IMG_CONTEXT"):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_requests_bound_the_tiles_of_internvl(most: int) -> None:
+    """As transformers' processor cuts with as many."""
+    tiled = load_tiled("internvl")
+    image = Image.fromarray(noise(24, 70))
+    options = tiled.processor.options("image", {"max_dynamic_patch": most})
+    array, _ = tiled.processor.image(image, options)
+    settings = {**TILE_FAMILIES["internvl"].processor, "max_patches": most, "crop_to_patches": most > 1}
+    theirs = GotOcr2ImageProcessorPil(**settings)([image], return_tensors="pt")
+    assert len(array) == len(theirs["pixel_values"])
+    assert len(array) <= most + 1
+    with pytest.raises(InvalidRequest, match="max_dynamic_patch"):
+        tiled.processor.options("image", {"max_dynamic_patch": 99})

@@ -345,7 +345,8 @@ def make_app(service: Service) -> App:
     admin_paths = frozenset(path for spec in ROUTES if spec.admin for path in spec.paths)
     inner: App = Tracing(app if origins else Direct(app, direct), service.telemetry.exporter)
     if service.config.log.dump_dir:
-        files = DumpFiles(Path(service.config.log.dump_dir).expanduser(), "api")
+        log = service.config.log
+        files = DumpFiles(Path(log.dump_dir).expanduser(), "api", media=log.dump_media)
         inner = Dump(inner, files)
         service.at_close(lambda: asyncio.to_thread(files.close))
     server = service.config.server

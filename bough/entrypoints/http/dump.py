@@ -1,7 +1,8 @@
 """`--dump-dir`: every request's body in a file, text included, so that the same traffic can be sent again.
 
 Off unless the operator asks for it. One JSON object a line: time, path, status, duration, body. Headers are left out,
-since keys are among them. Files belong to their owner alone, and a thread writes them, so a slow disk delays no request.
+since keys are among them; media that stand in a body are, too, unless the operator asks for them (--dump-media). Files
+belong to their owner alone, and a thread writes them, so a slow disk delays no request.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import MutableMapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,24 @@ _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 """Line breaks within JSON stand between its parts only."""
 
 
+_BASE64 = rb"(?:[A-Za-z0-9+/_=-]|\\/)"
+_MEDIA = re.compile(
+    rb"(data:[\w/+.;=\\-]{0,200};base64,)((?:" + _BASE64 + rb"|,)*)|(\")(" + _BASE64 + rb'{1024,})(?=")', re.IGNORECASE
+)
+"""Media in JSON: data: URLs wherever they stand, and whole strings of so many characters of base64, since text has spaces
+before that."""
+
+
+def without_media(body: bytes) -> bytes:
+    """The JSON of a body with media that stand in it replaced by their size and digest."""
+
+    def replaced(found: re.Match[bytes]) -> bytes:
+        head, data = (found[1], found[2]) if found[1] is not None else (found[3], found[4])
+        return b"%s(%d characters, sha256 %s)" % (head, len(data), sha256(data).hexdigest().encode())
+
+    return _MEDIA.sub(replaced, body)
+
+
 class Recorded(msgspec.Struct, kw_only=True):
     """One line."""
 
@@ -49,8 +70,9 @@ class Recorded(msgspec.Struct, kw_only=True):
 class DumpFiles:
     """The files of one process."""
 
-    def __init__(self, directory: Path, name: str, *, file_bytes: int = FILE_BYTES) -> None:
-        """Raises `ConfigError` where nothing can be written."""
+    def __init__(self, directory: Path, name: str, *, file_bytes: int = FILE_BYTES, media: bool = False) -> None:
+        """`media`: keep those that stand in bodies. Raises `ConfigError` where nothing can be written."""
+        self._media = media
         self.dropped = 0
         self._directory = directory
         self._name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}-{os.getpid()}"
@@ -94,6 +116,8 @@ class DumpFiles:
     def _write(self) -> None:
         while (line := self._waiting.get()) is not None:
             try:
+                if not self._media and isinstance(line.body, msgspec.Raw):
+                    line.body = msgspec.Raw(without_media(bytes(line.body)))
                 self._append(_encode(line) + b"\n")
             except OSError as error:
                 self.dropped += 1

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -118,6 +119,32 @@ def test_a_dump_is_private_rolls_over_and_reads_back(tmp_path: Path) -> None:
     read = lines(tmp_path / "dump")
     assert [line.body["n"] for line in read] == list(range(50))
     assert read[0].body["text"] == "ü" * 20
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_media_are_not_dumped_by_default(tmp_path: Path, keeps: bool) -> None:
+    code = "iVBORw0KGgo/" * 200
+    body = {
+        "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{code}"}},
+            {"type": "image", "source": {"type": "base64", "data": code}},
+            {"type": "text", "text": f'see "data:image/png;base64,{code}" \\ and "that"'},
+        ]}],
+        "images": [code], "video": f"data:video/jpeg;base64,{code},{code}", "prompt": "words, " * 300, "seed": 7,
+    }  # fmt: skip
+    files = DumpFiles(tmp_path, "api", media=keeps)
+    for each in (json.dumps(body), json.dumps(body).replace("/", "\\/")):
+        files.add(Recorded(time=1.0, path="/x", status=200, seconds=0.5, body=msgspec.Raw(each.encode())))
+    files.close()
+    for line in lines(tmp_path):
+        if keeps:
+            assert line.body == body
+            continue
+        said = json.dumps(line.body)
+        assert "iVBOR" not in said
+        assert said.count("characters, sha256") == 5
+        assert line.body["prompt"] == body["prompt"]
+        assert line.body["messages"][0]["content"][2]["text"].endswith('" \\ and "that"')
 
 
 def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
