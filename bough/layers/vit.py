@@ -93,11 +93,17 @@ class TiledTower(Tower):
         return features_NMW.flatten(0, 1)
 
 
-def nearest_places(h: int, w: int, side: int, device: torch.device) -> Tensor:
-    """[h, w]: of `side x side` learned positions that which lies where each patch begins."""
+def nearest_places(h: int, w: int, side: int, device: torch.device, *, by_step: bool = False) -> Tensor:
+    """[h, w]: of `side x side` learned positions that which lies where each patch begins. `by_step`: its place is that many
+    steps, which rounds otherwise."""
     bounds = torch.arange(1 / side, 1.0, 1 / side, device=device)
-    rows, columns = (torch.bucketize(torch.arange(size, device=device) / size, bounds, right=True) for size in (h, w))
-    return rows[:, None] * side + columns
+
+    def nearest(size: int) -> Tensor:
+        numbers = torch.arange(size, dtype=torch.float32, device=device)
+        places = numbers * (1.0 / torch.tensor(size, device=device)) if by_step else numbers / size
+        return torch.bucketize(places, bounds, right=True)
+
+    return nearest(h)[:, None] * side + nearest(w)
 
 
 def shuffled(x_NPD: Tensor, side: int, by: int) -> Tensor:

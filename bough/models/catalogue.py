@@ -173,6 +173,7 @@ GROUPS: Final = (
             "Glm46VForConditionalGeneration": "zai-org/GLM-4.6V-Flash",
             "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
             "Glm4vMoeForConditionalGeneration": "zai-org/GLM-4.5V, zai-org/GLM-4.6V",
+            "Idefics2ForConditionalGeneration": "HuggingFaceM4/idefics2-8b, HuggingFaceM4/idefics2-8b-chatty",
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
             "KimiK25ForConditionalGeneration": "moonshotai/Kimi-K2.5, moonshotai/Kimi-K2.6",

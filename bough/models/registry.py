@@ -147,6 +147,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Glm46VForConditionalGeneration": "bough.models.glm4v",
     "Glm4vForConditionalGeneration": "bough.models.glm4v",
     "Glm4vMoeForConditionalGeneration": "bough.models.glm4v_moe",
+    "Idefics2ForConditionalGeneration": "bough.models.idefics2",
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",
     "InternVLForConditionalGeneration": "bough.models.internvl",
     "LlavaForConditionalGeneration": "bough.models.llava",

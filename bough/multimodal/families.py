@@ -13,6 +13,7 @@ from bough.multimodal.dual import ClipProcessor, NaflexProcessor, SiglipProcesso
 from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
+from bough.multimodal.idefics2 import Idefics2Processor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.kimi_k25 import KimiProcessor
@@ -53,6 +54,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Glm46VForConditionalGeneration": Glm4vProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
     "Glm4vMoeForConditionalGeneration": Glm4vProcessor,
+    "Idefics2ForConditionalGeneration": Idefics2Processor,
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
     "KimiK25ForConditionalGeneration": KimiProcessor,

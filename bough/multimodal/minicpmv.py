@@ -26,7 +26,7 @@ from bough.multimodal.processor import (
     bounded_count,
     unknown_option,
 )
-from bough.multimodal.tiles import image_token
+from bough.multimodal.tiles import image_token, patches_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,7 +72,7 @@ class MiniCpmProcessor(Processor):
             large = image.resize((wide * columns, high * rows), filter_)
             boxes = [(column * wide, row * high) for row in range(rows) for column in range(columns)]
             parts += [large.crop((left, top, left + wide, top + high)) for left, top in boxes]
-        patches = [self._patches(np.asarray(part)) for part in parts]
+        patches = [patches_of(np.asarray(part), self.facts.vit.patch) for part in parts]
         items, first = [], 0
         for part, own in zip(parts, patches, strict=True):
             grid = (part.height // self.facts.vit.patch, part.width // self.facts.vit.patch, rows, columns)
@@ -107,13 +107,6 @@ class MiniCpmProcessor(Processor):
             height = int(edge / math.sqrt(ratio))
             width = int(height * ratio)
         return _nearest(height, self.unit), _nearest(width, self.unit)
-
-    def _patches(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """[rows x columns, patch, patch, 3]"""
-        patch = self.facts.vit.patch
-        height, width, _ = pixels.shape
-        cut = pixels.reshape(height // patch, patch, width // patch, patch, 3).transpose(0, 2, 1, 3, 4)
-        return cut.reshape(-1, patch, patch, 3)
 
 
 def slices(height: int, width: int, edge: int, most: int) -> tuple[int, int]:

@@ -53,7 +53,8 @@ class Placer:
             each, pieces = next(left)
             return "".join(self._text_of(each, piece) for piece in pieces)
 
-        return re.sub("|".join(map(re.escape, by_text)), replaced, text)
+        text, once = re.sub("|".join(map(re.escape, by_text)), replaced, text), self._processor.once
+        return self._processor.tidied(text.replace(once + once, once) if once else text)
 
     def ordered(self, text: str, media: Sequence[Prepared]) -> list[Prepared]:
         """The media of a text in the order in which they will stand there. Raises as `spelled` does."""
@@ -109,6 +110,8 @@ class Placer:
                     parts.append(np.full(piece.count, self._processor.marker(owner.kind).token, np.int32))
                 elif isinstance(piece, Token):
                     parts.append(np.array([piece.id], np.int32))
+                elif piece == self._processor.once and _ends_with(parts, self._encode(piece)):
+                    continue
                 else:
                     parts.append(np.asarray(self._encode(piece), np.int32))
                 length += len(parts[-1])
@@ -268,6 +271,11 @@ def _item(each: Prepared, number: int, start: int, stop: int, *, token: int) -> 
         last=shape.last,
         embedded=shape.embedded,
     )
+
+
+def _ends_with(parts: Sequence[Ids], ids: Sequence[int]) -> bool:
+    last = next((part for part in reversed(parts) if len(part)), np.empty(0, np.int32))
+    return bool(np.array_equal(last[-len(ids) :], ids))
 
 
 def _find(ids: Ids, wanted: tuple[int, ...]) -> list[int]:

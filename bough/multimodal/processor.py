@@ -130,6 +130,8 @@ class Processor(ABC):
     in_prompt: bool = True
     """Whether something in a prompt stands for each medium; otherwise cross attention alone reads them, and `marker` is not
     asked for."""
+    once: str = ""
+    """A mark that is written once where the pieces of neighbours have it twice."""
     axes: int = 0
     """Axes of positions, where they have several; 0: they have one."""
 
@@ -191,6 +193,10 @@ class Processor(ABC):
 
     @abstractmethod
     def marker(self, kind: MediaKind) -> Marker: ...
+
+    def tidied(self, text: str) -> str:
+        """A text with all pieces in it, as it is tokenised."""
+        return text
 
     def prefix(self, kind: MediaKind, number: int) -> Sequence[Piece]:
         """Texts before the pieces of a prompt's medium, by its number among those of its kind."""

@@ -124,3 +124,10 @@ class TileProcessor(Processor):
 def image_token(config: Fields) -> int:
     """The placeholder's id, by its names in configs of several generations."""
     return config.count("image_token_id", "image_token_index")
+
+
+def patches_of(pixels: Pixels, patch: int) -> Pixels:
+    """[rows x columns, patch, patch, 3] of an image whose edges are multiples of `patch`."""
+    height, width, _ = pixels.shape
+    cut = pixels.reshape(height // patch, patch, width // patch, patch, 3).transpose(0, 2, 1, 3, 4)
+    return cut.reshape(-1, patch, patch, 3)

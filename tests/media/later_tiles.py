@@ -106,6 +106,31 @@ def _minicpmv(tokenizer: Any, settings: dict[str, Any]) -> Any:
     return made
 
 
+def _idefics2(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+
+    tokenizer.image_boundary_token, tokenizer.image_token = "<fake_token_around_image>", "<image>"
+    tokenizer.image_token_id = IMAGE
+    return transformers.Idefics2Processor(Idefics2ImageProcessorPil(**settings), tokenizer, image_seq_len=5)
+
+
+def _idefics2_family(splits: bool) -> TileFamily:
+    return TileFamily(
+        "Idefics2",
+        {
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+            "vision_config": {**VIT, "image_size": 28}, "image_token_id": IMAGE, "tie_word_embeddings": False,
+            "perceiver_config": {
+                "hidden_size": 48, "resampler_n_latents": 5, "resampler_depth": 2, "resampler_n_heads": 4,
+                "resampler_head_dim": 8, "num_key_value_heads": 2,
+            },
+        },
+        {"size": {"shortest_edge": 10, "longest_edge": 30}, "do_image_splitting": splits, **HALF},
+        _idefics2,
+        {IMAGE: "<image>", 258: "<fake_token_around_image>", 259: "<end_of_utterance>"},
+    )  # fmt: skip
+
+
 GLM_TEXT = {
     **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS,
     "rope_parameters": {
@@ -180,6 +205,8 @@ LATER: dict[str, TileFamily] = {
         },
         "<|image_pad|>",
     ),
+    "idefics2": _idefics2_family(False),
+    "idefics2-quarters": _idefics2_family(True),
     "kimi_k25": TileFamily(
         "Kimi_K25",
         {

@@ -62,7 +62,10 @@ def case(name: str) -> tuple[Placed, dict[str, np.ndarray], dict[str, Any]]:
     placer = Placer(tiled.processor, tiled.tokenizer)
     alone = [each for each, _ in media]
     placed = placer.place_spelled(tiled.tokenizer.encode(placer.spelled(text, alone), True), alone)
-    by_ids = placer.place_ids(np.array(tiled.tokenizer.encode(text, True), np.int32), alone)
+    if name.startswith("idefics2"):  # a text gets a space there; ids are taken as they are
+        by_ids = placer.place_ids(np.array(tiled.tokenizer.encode(text.replace("?", " ?"), True), np.int32), alone)
+    else:
+        by_ids = placer.place_ids(np.array(tiled.tokenizer.encode(text, True), np.int32), alone)
     assert (by_ids.ids.tolist(), by_ids.items) == (placed.ids.tolist(), placed.items)
     return placed, {each.features.path: array for each, array in media}, tiled.theirs(text, images)
 
@@ -82,7 +85,15 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
         given = {
             key: value
             for key, value in wanted.items()
-            if key in ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids", "target_sizes")
+            if key
+            in (
+                "pixel_values",
+                "image_sizes",
+                "image_grid_thw",
+                "image_position_ids",
+                "target_sizes",
+                "pixel_attention_mask",
+            )
         }
         expected = tiled.family.features(tiled.reference, given)
         assert tiled.model.tower is not None
