@@ -88,9 +88,9 @@ class Idefics2Tower(Tower):
         for block in self.vit.blocks:
             x_TD = block(x_TD, lengths, None)
         assert self.vit.post_norm is not None, "SigLIP has one"
-        read = []
+        read: list[Tensor] = []
         for patches_TW in torch.split(self.project(self.vit.post_norm(x_TD)), lengths):
-            queries_QW = self.queries.weight
+            queries_QW: Tensor = self.queries.weight
             for reader in self.readers:
                 queries_QW = reader(queries_QW, patches_TW)
             read.append(queries_QW)
