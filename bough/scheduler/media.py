@@ -158,6 +158,10 @@ class JobMedia:
             return []
         return [number for number in range(low, self.bundle[high - 1][1]) if self.stops[number] > start]
 
+    def bundled(self, number: int, start: int) -> list[MediaItem]:
+        """The items that are held with an item, it among them, but for those that end before `start`."""
+        return [item for item in self.items[slice(*self.bundle[number])] if item.stop > start]
+
     def outside(self, count: int) -> int:
         """The longest prefix of at most `count` tokens that may have been computed before the rest."""
         if not self.atomic:
@@ -409,41 +413,30 @@ class EncodePlan:
                 if item.stop > start + most:
                     return max(0, item.start - start)
                 count = item.stop - start
-            if item.key not in self._counted and not self._has_room(item):
+            if not self._has_room(media.bundled(number, start)):
                 return max(0, media.starts[media.bundle[number][0]] - start)
-            self._counted.add(item.key)
         return count
 
     def fit_fixed(self, media: JobMedia) -> bool:
         """Whether the step can compute all media of a request whose cross attention reads them."""
-        if media.fixed_key in self._counted:
-            return True
-        items = {item.key: item for item in media.items if item.key not in self._counted}
-        missing = [item for item in items.values() if item.key not in self._store.kept]
-        unused = [key for key in items if key in self._store.kept and not self._store.kept[key].users]
-        blocks = sum(blocks_of(items[key].count) for key in [*unused, *(item.key for item in missing)])
-        cost = sum(item.cost for item in missing)
-        if blocks > self._blocks or (cost > self._tokens and self._encodes):
+        if media.fixed_key not in self._counted and not self._has_room(media.items):
             return False
-        self._counted |= {media.fixed_key, *items}
+        self._counted.add(media.fixed_key)
+        return True
+
+    def _has_room(self, items: Sequence[MediaItem]) -> bool:
+        """Whether the step can have all of these items, which then count as its own."""
+        wanted = {item.key: item for item in items if item.key not in self._counted}
+        missing = [item for item in wanted.values() if item.key not in self._store.kept]
+        unused = [key for key in wanted if key in self._store.kept and not self._store.kept[key].users]
+        blocks = sum(blocks_of(wanted[key].count) for key in [*unused, *(item.key for item in missing)])
+        cost = sum(item.cost for item in missing)
+        if blocks > self._blocks or (missing and cost > self._tokens and self._encodes):
+            return False
+        self._counted |= set(wanted)
         self._blocks -= blocks
         self._tokens -= cost
         self._encodes = self._encodes or bool(missing)
-        return True
-
-    def _has_room(self, item: MediaItem) -> bool:
-        kept = self._store.kept.get(item.key)
-        if kept is not None and kept.users:
-            return True
-        blocks = blocks_of(item.count)
-        if blocks > self._blocks:
-            return False
-        if kept is None:
-            if item.cost > self._tokens and self._encodes:
-                return False
-            self._encodes = True
-            self._tokens -= item.cost
-        self._blocks -= blocks
         return True
 
 
@@ -544,7 +537,7 @@ class MediaStep:
         if media.atomic:
             assert chunk.start <= item.start < item.stop <= chunk.stop, "it is computed in one chunk"
             self._spans.append((chunk.slot, item.start - chunk.start + chunk.at, item.start, item.length))
-        if item.stop <= chunk.stop:
+        if item.key not in {each.key for each in media.bundled(number, chunk.stop)}:
             self._passed.append((item.key, chunk.job_id))
 
     def _begin_fixed(self, chunk: MediaChunk, row: FixedRow) -> None:

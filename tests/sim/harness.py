@@ -93,7 +93,8 @@ class Client:
         ids = unpack_ids(self.ask.prompt).astype(np.int64)
         for item in self.ask.media:
             if item.length and not self.crosses:
-                ids[item.start : item.stop] = opened_features(item.features)
+                here = ids[item.start : item.stop]
+                here[unpack_ids(self.ask.prompt)[item.start : item.stop] == item.token] = opened_features(item.features)
         return ids.tolist()
 
     @property
