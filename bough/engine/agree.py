@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from bough.config.resolve import MachineFacts
+from bough.config.resolve_facts import MachineFacts
 from bough.core.errors import ConfigError, Unavailable
 from bough.ipc.store import AnyStore
 

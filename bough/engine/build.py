@@ -28,9 +28,9 @@ from bough.config.layout import Layout
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import KV_CODE_BITS, largest_step, num_snapshots
 from bough.config.shares import uneven_heads
 from bough.config.speculation import drafts_of_row, drafts_of_step
+from bough.config.step_memory import KV_CODE_BITS, largest_step, num_snapshots
 from bough.config.unproven import unproven
 from bough.core.errors import ConfigError
 from bough.core.media import MediaKind

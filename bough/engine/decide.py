@@ -12,7 +12,8 @@ from bough.config.hf import Checkpoint, checkpoint_of
 from bough.config.layout import Layout
 from bough.config.model_facts import Cross, Gqa, Mla, ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
-from bough.config.resolve import MachineFacts, Resolved, resolve
+from bough.config.resolve import Resolved, resolve
+from bough.config.resolve_facts import MachineFacts
 from bough.config.sharded import check_shards
 from bough.config.shares import stage_layers
 from bough.core.errors import ConfigError

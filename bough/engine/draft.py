@@ -15,7 +15,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.config.kv_groups import with_draft_layers
 from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, Mixer, ModelFacts
-from bough.config.resolve import ModelPlanFacts
+from bough.config.resolve_facts import ModelPlanFacts
 from bough.config.speculation import ON_DEVICE
 from bough.core.errors import ConfigError
 from bough.engine.facts import plan_facts, why_no_codes

@@ -14,7 +14,7 @@ from bough.config.hf import Checkpoint
 from bough.config.kv_groups import KvPlan, all_in_one, plan_groups
 from bough.config.layout import Layout
 from bough.config.model_facts import Gqa, ModelFacts, Moe
-from bough.config.resolve import MachineFacts, ModelPlanFacts
+from bough.config.resolve_facts import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share, rank_state_values, rank_states
 from bough.models.registry import find_architecture
 from bough.models.seeing import TOWER
@@ -27,7 +27,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def machine_facts(device: DeviceFacts, *, custom_kernels: bool) -> MachineFacts:
-    """The device in the words of `config.resolve`. `custom_kernels`: kernels compiled on first use are allowed."""
+    """The device in the words of `config.resolve_facts`. `custom_kernels`: kernels compiled on first use are allowed."""
     if device.kind == "cuda":
         capability = device.capability or (0, 0)
         backends: tuple[str, ...] = ("triton", "torch") if custom_kernels and capability >= (8, 0) else ("torch",)
@@ -61,7 +61,7 @@ def plan_facts(
     layout: Layout,
     frees_windows: bool = True,
 ) -> ModelPlanFacts:
-    """The checkpoint in the words of `config.resolve`. `frees_windows`: layers with windows keep no more than those. Raises
+    """The checkpoint in the words of `config.resolve_facts`. `frees_windows`: layers with windows keep no more than those. Raises
     `UnsupportedModel` or `ConfigError` if weights can't be stored as asked for, or split over the ranks of `layout`."""
     rules = rules_for(checkpoint, model.quantization)
     if rules is not None:

@@ -7,7 +7,7 @@ import torch
 from bough.config.concerns import Config
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import Cross, ModelFacts
-from bough.config.resolve import media_rows
+from bough.config.step_memory import media_rows
 from bough.core.errors import ConfigError
 from bough.core.step import MediaLimits, RunnerLimits
 from bough.distributed.mesh import LONE, Axis

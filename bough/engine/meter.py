@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import structs
 
 from bough.cache.prefix import PrefixCache
-from bough.config.resolve import MEDIA_BLOCK_ROWS
+from bough.config.step_memory import MEDIA_BLOCK_ROWS
 from bough.engine.loop import Laps
 from bough.observability.metrics import DRAFT_PLACES, PHASES, Sheet
 from bough.scheduler.queues import Queues

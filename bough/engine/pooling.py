@@ -11,7 +11,7 @@ from bough.config.concerns import AUTO, Auto, Config
 from bough.config.hf import Checkpoint
 from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts, is_dual, pooling_facts, rerank_tokens
-from bough.config.resolve import ModelPlanFacts
+from bough.config.resolve_facts import ModelPlanFacts
 from bough.core.errors import ConfigError
 from bough.core.step import RunnerLimits
 from bough.scheduler.limits import Limits

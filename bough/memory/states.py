@@ -36,7 +36,7 @@ class StatePool:
         rows may have `most_drafts` drafts."""
         self.num_slots = num_slots
         self.device = device
-        count = 2 + num_slots + num_snapshots  # as `config.resolve` plans
+        count = 2 + num_slots + num_snapshots  # as `config.step_memory` plans
         self._alike: list[Tensor] = []
         """[layers, states, ...]: layers that keep the same beside one another, so that one launch copies states of all."""
         self.layers: list[tuple[Tensor, ...]] = [()] * len(shapes)

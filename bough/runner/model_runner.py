@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bough.config.resolve import SCORED_AT_ONCE
+from bough.config.step_memory import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step, StepMedia
 from bough.kernels.attention.inputs import HostLengths

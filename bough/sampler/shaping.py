@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bough.config.resolve import PENALISED_AT_ONCE
+from bough.config.step_memory import PENALISED_AT_ONCE
 from bough.core.step import I64, SlotSetup
 from bough.kernels import masks as masks_kernel
 from bough.memory.transfer import upload

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bough.config.resolve import MEDIA_BLOCK_ROWS
+from bough.config.step_memory import MEDIA_BLOCK_ROWS
 from bough.core.errors import BoughError, InvalidRequest, RequestFailed
 from bough.core.kv import KvLayout
 from bough.core.media import KEY_BYTES, Features, MediaItem, key_ids

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.config.resolve import INDEX_PAIRS
+from bough.config.step_memory import INDEX_PAIRS
 from bough.kernels.attention import sparse
 from bough.kernels.attention.inputs import AttentionInputs, IndexQueries, Spec
 from bough.kernels.attention.plan import _search

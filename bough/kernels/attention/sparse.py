@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bough.config.resolve import INDEX_PAIRS
+from bough.config.step_memory import INDEX_PAIRS
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, IndexQueries, Spec
 
 _LEAST = torch.iinfo(torch.int64).min

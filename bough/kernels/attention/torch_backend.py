@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bough.config.resolve import GATHERED_KEYS
+from bough.config.step_memory import GATHERED_KEYS
 from bough.kernels.attention import sparse
 from bough.kernels.attention.inputs import I32, AttentionInputs, HostLengths, IndexQueries, Spec
 from bough.kernels.attention.reference import sees

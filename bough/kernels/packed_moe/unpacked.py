@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bough.config.model_facts import ClampedGate
-from bough.config.resolve import MOST_UNPACKED_EXPERTS
+from bough.config.step_memory import MOST_UNPACKED_EXPERTS
 from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.moe import Biases, grouped_hopper
 from bough.kernels.moe.grouping import Grouping, group_tokens, sum_parts

@@ -9,8 +9,10 @@ import pytest
 from bough.config.concerns import AUTO
 from bough.config.kv_groups import KvPlan
 from bough.config.memory_plan import GIB, MIB
-from bough.config.resolve import MachineFacts, ModelPlanFacts, Resolved, largest_step, resolve
+from bough.config.resolve import Resolved, resolve
+from bough.config.resolve_facts import MachineFacts, ModelPlanFacts
 from bough.config.server_args import flat, load_config
+from bough.config.step_memory import largest_step
 from bough.core.errors import ConfigError
 from bough.core.kv import Grows, KvGroup
 

@@ -15,7 +15,8 @@ import pytest
 from bough.config.concerns import Config
 from bough.config.default_model import default_model_path
 from bough.config.hf import open_checkpoint
-from bough.config.resolve import MachineFacts, ModelPlanFacts, Resolved
+from bough.config.resolve import Resolved
+from bough.config.resolve_facts import MachineFacts, ModelPlanFacts
 from bough.config.server_args import build_config
 from bough.core.errors import ConfigError
 from bough.engine import build

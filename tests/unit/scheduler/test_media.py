@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from bough.config.resolve import MEDIA_BLOCK_ROWS as BLOCK_ROWS
+from bough.config.step_memory import MEDIA_BLOCK_ROWS as BLOCK_ROWS
 from bough.core.errors import BoughError
 from bough.core.media import Features, MediaItem, key_ids
 from bough.core.messages import Generate, pack_ids

@@ -1,39 +1,24 @@
-"""Starts a server's processes, wires them, watches them, and ends them. The only place that does.
-
-    with start(config) as running:
-        facts = running.wait_ready()
-        ...                                 # this process is API worker 0
-
-The engine's ranks, the detokenizer and further API workers are children in process groups of their own, so that Ctrl-C
-reaches only this process. However this process ends, they end.
-"""
+"""The processes of a server: started, wired, watched, and ended."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import bough
-from bough.config.check import is_loopback
-from bough.config.concerns import Config, ParallelConfig
-from bough.config.hf import Checkpoint, checkpoint_of
+from bough.config.concerns import Config
+from bough.config.hf import Checkpoint
 from bough.config.hosts import crew_of, local_ranks
 from bough.config.layout import Layout
-from bough.config.served_names import with_own_name
 from bough.core.errors import BoughError, ConfigError, Unavailable
 from bough.core.messages import Shutdown
 from bough.ipc import (
@@ -50,13 +35,14 @@ from bough.ipc import (
 )
 from bough.ipc.endpoints import PrivateDirectory
 from bough.ipc.group import Group, JoinFacts, Leader, Member
-from bough.ipc.link import Listener, split_address
+from bough.ipc.link import Listener
 from bough.ipc.store import StoreServer
-from bough.observability.crash import make_directory, write_bundle
-from bough.observability.flight import RecordedStep, read_flight, suspects
+from bough.launch.causes import STOPPED_S, find_cause, stopped, stuck, write_crash_bundle
+from bough.launch.children import KILL_AFTER_S, Child, Programs, end, how_it_ended, spawn, wait
+from bough.launch.model import located
+from bough.observability.crash import make_directory
+from bough.observability.flight import read_flight, suspects
 from bough.observability.health import Pulse, State
-from bough.observability.json_lines import JsonPipe
-from bough.platform.facts import detect
 from bough.platform.processes import is_stopped
 
 _log = logging.getLogger(__name__)
@@ -66,27 +52,13 @@ _SETTLE_S = 0.3
 """After one process has died, time for the others to say why they die with it: the first to fail is the cause."""
 _GROUP_SETTLE_S = 0.8
 """The same, where the cause may be on another machine, which settles first and then says so."""
-_STOPPED_S = 2.0
-"""A rank that is stopped for this long is ended."""
 _MOST_RESTARTS = 5
 """Of one replica: as many crashes are no accident."""
 _ANSWER_S = 1.0
 """Time for API workers to tell waiting clients that the engine is gone."""
 _GRACE_S = 5.0
-_KILL_AFTER_S = 2.0
-_LAST_LINES_S = 0.5
-"""Time for the last lines of a child's log, once it has ended."""
 _RESTARTS_WITHIN_S = 300.0
 """An API worker that dies is started again; if as many die within this time, something else is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """What the children run, as arguments of the interpreter; the private directory follows."""
-
-    engine: tuple[str, ...] = ("-m", "bough.engine")
-    detokenizer: tuple[str, ...] = ("-m", "bough.detokenizer")
-    api: tuple[str, ...] = ("-m", "bough.entrypoints.http")
 
 
 def start(
@@ -122,66 +94,6 @@ def start(
         programs=programs or Programs(),
         quarantine=quarantine,
     )
-
-
-def located(config: Config, progress: Callable[[int, int], None] | None = None) -> tuple[Config, Checkpoint]:
-    """The config with a hub id replaced by where it lies, so that no child asks the hub, and the checkpoint there, with its
-    headers. Downloads it if need be. With `--auto-parallel`, the sizes are those that were chosen.
-
-    `progress` hears of bytes downloaded, and of bytes in all.
-    """
-    model = config.model
-    checkpoint = checkpoint_of(model, progress)
-    if config.parallel.auto_parallel:
-        config = dataclasses.replace(config, parallel=_chosen(config, checkpoint))
-    if not model.model or Path(model.model).expanduser().exists():
-        return config, checkpoint
-    names = with_own_name(model.served_model_name, model.model)
-    named = dataclasses.replace(model, model=str(checkpoint.path), served_model_name=names)
-    return dataclasses.replace(config, model=named), checkpoint
-
-
-def _chosen(config: Config, checkpoint: Checkpoint) -> ParallelConfig:
-    """What `--auto-parallel` has decided on."""
-    from bough.engine.auto_parallel import choose_parallel
-
-    chosen = choose_parallel(config, detect(config.device.device), checkpoint)
-    for line in chosen.because:
-        _log.info("--auto-parallel: %s", line)
-    return chosen.parallel
-
-
-class Child:
-    """A process of ours. `replica`: the engine that it is part of, if it is; `endpoints`: where it leaves word."""
-
-    def __init__(
-        self,
-        name: str,
-        process: subprocess.Popen[bytes],
-        endpoints: Endpoints,
-        replica: int | None = None,
-        pipe: JsonPipe | None = None,
-    ) -> None:
-        """`pipe`: where it writes its log, if that is not this process's stderr."""
-        self.name = name
-        self.process = process
-        self.endpoints = endpoints
-        self.replica = replica
-        self.pipe = pipe
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self.name.startswith("engine")
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def signal(self, number: int) -> None:
-        """To the process and whatever it started."""
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
 
 
 class ServerProcesses:
@@ -228,12 +140,11 @@ class ServerProcesses:
         self._restarts: Counter[int] = Counter()
         self._worker_restarts: list[float] = []
         """When API workers were started again."""
-        self._found_stuck = ""
-        """The process that had not moved for too long, once there is one."""
+        self._ended_because: BoughError | None = None
+        """Once this process has ended an engine's: because it was stuck or stopped."""
         self._meetings: dict[int, StoreServer] = {}
         self._group: Group | None = None
         self._stopped_since: dict[str, float] = {}
-        self._found_stopped = ""
         try:
             self._start_children()
         except BaseException:
@@ -431,22 +342,9 @@ class ServerProcesses:
         self, name: str, arguments: tuple[str, ...], replica: int | None = None, scheduler: int | None = None
     ) -> None:
         inherited = (self._lifeline, *self._listen_fds) if name.startswith("api") else (self._lifeline,)
-        pipe = JsonPipe(name) if self.config.log.log_format == "json" else None
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=2 if pipe is None else pipe.fileno(),
-                stderr=None if pipe is None else pipe.fileno(),
-                pass_fds=inherited,
-                process_group=0,
-                env=_environment(self.config),
-            )
-        finally:
-            if pipe is not None:
-                pipe.handed_over()
         endpoints = self.endpoints if scheduler is None else self._engines[scheduler]
-        self._children.append(Child(name, process, endpoints, replica, pipe))
+        child = spawn(name, arguments, self.config, endpoints, inherited=inherited, replica=replica)
+        self._children.append(child)
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -486,7 +384,7 @@ class ServerProcesses:
             self._worker_restarts = [at for at in self._worker_restarts if now - at < _RESTARTS_WITHIN_S]
             if self._stopping.is_set() or len(self._worker_restarts) >= _MOST_RESTARTS:
                 return False
-            error = read_error(self.endpoints, dead.name) or _how_it_ended(dead)
+            error = read_error(self.endpoints, dead.name) or how_it_ended(dead)
             self.endpoints.error(dead.name).unlink(missing_ok=True)
             _log.error("%s; it is started again", error.sentence())
             self._worker_restarts.append(now)
@@ -502,7 +400,7 @@ class ServerProcesses:
             stale = beat.state is not State.STARTING and beat.age_s > self.config.server.watchdog_timeout_s
             if stale and beat.pid == child.process.pid:
                 if not child.name.startswith("api"):
-                    self._found_stuck = child.name
+                    self._ended_because = stuck(child.name, self.config.server.watchdog_timeout_s)
                 _log.error("the %s process has not moved for %.0f s and is ended", child.name, beat.age_s)
                 child.signal(signal.SIGKILL)
                 child.process.wait()
@@ -530,8 +428,8 @@ class ServerProcesses:
         assert replica is not None, "only engines can be lost"
         self._stopping.wait(_SETTLE_S)
         its = [child for child in self._children if child.replica == replica]
-        error = self._cause(dead, its)
-        self._found_stuck, self._found_stopped = "", ""
+        error = self._ended_because or find_cause(dead, its, self._group)
+        self._ended_because = None
         self._children = [child for child in self._children if child.replica != replica]
         self._lost.add(replica)
         for each in self._schedulers_of(replica):
@@ -561,15 +459,15 @@ class ServerProcesses:
         for child in ranks:
             if not is_stopped(child.process.pid):
                 self._stopped_since.pop(child.name, None)
-            elif now - self._stopped_since.setdefault(child.name, now) > _STOPPED_S:
-                self._found_stopped = child.name
+            elif now - self._stopped_since.setdefault(child.name, now) > STOPPED_S:
+                self._ended_because = stopped(child.name)
                 child.signal(signal.SIGKILL)
                 child.process.wait()
 
     def _fail(self, dead: Child | None) -> None:
         """A process of ours has died, or the group of machines is broken: find the cause, tell everybody, end the others."""
         self._stopping.wait(self._settle_s(dead))
-        error = self._cause(dead, self._children)
+        error = self._ended_because or find_cause(dead, self._children, self._group)
         if self._group is not None:
             self._group.fail(error)
         steps = read_flight((self._engines[0] if dead is None or dead.replica is None else dead.endpoints).flight)
@@ -582,13 +480,13 @@ class ServerProcesses:
         with contextlib.suppress(OSError):
             write_status(self.endpoints, EngineStatus(phase="failed", error=error.sentence()))
         if self.config.log.crash_dir:
-            self._write_bundle(dead, error, steps)
+            write_crash_bundle(self.config, self.facts, dead, self._children, error, steps)
         for callback in callbacks:
             callback(error)
         inner = [child for child in self._children if not child.name.startswith("api")]
         for child in inner:
             child.signal(signal.SIGTERM)
-        _wait(inner, _KILL_AFTER_S)
+        wait(inner, KILL_AFTER_S)
         for child in inner:
             child.signal(signal.SIGKILL)
         outer = [child for child in self._children if child.name.startswith("api")]
@@ -602,52 +500,6 @@ class ServerProcesses:
         if self._group is None or (isinstance(self._group, Member) and failed_here):
             return _SETTLE_S
         return _GROUP_SETTLE_S
-
-    def _write_bundle(self, dead: Child | None, error: BoughError, steps: list[RecordedStep]) -> None:
-        stacks = {}
-        for child in self._children:
-            with contextlib.suppress(OSError):
-                stacks[child.name] = child.endpoints.fault(child.name).read_text(errors="replace")
-        try:
-            path = write_bundle(
-                Path(self.config.log.crash_dir).expanduser(), process=dead.name if dead else "", error=error, steps=steps,
-                config=self.config, facts=self.facts, stacks=stacks, version=bough.__version__,
-            )  # fmt: skip
-            _log.error("what is known of the crash is in %s", path)
-        except OSError as problem:
-            _log.error("the crash bundle could not be written: %s", problem)
-
-    def _cause(self, dead: Child | None, children: Sequence[Child]) -> BoughError:
-        """What failed first: a process that was killed, then what another machine reports, then the error of the process
-        that left one first; if there is none, how this one ended."""
-        if self._found_stopped:
-            return BoughError(
-                what=f"the {self._found_stopped} process was stopped (SIGSTOP) for {_STOPPED_S:g} s and was ended",
-                why="all other ranks wait for it",
-                fix="start again, with --supervise to have that done",
-            )
-        if self._found_stuck:
-            return BoughError(
-                what=f"the {self._found_stuck} had not moved for {self.config.server.watchdog_timeout_s:g} s and was ended",
-                why="a step hangs, or the machine was stopped",
-                fix="a larger --watchdog-timeout allows for slower steps; --safe-mode turns off custom kernels",
-            )
-        killed = [child for child in children if not child.alive and child.process.returncode < 0]
-        if killed and not killed[0].endpoints.error(killed[0].name).exists():
-            return _how_it_ended(killed[0])
-        broken = None if self._group is None else self._group.look()
-        if broken is not None:
-            return broken
-        reports = []
-        for number, child in enumerate(children):
-            with contextlib.suppress(OSError):
-                reports.append((child.endpoints.error(child.name).stat().st_mtime_ns, number))
-        for _, number in sorted(reports):
-            error = read_error(children[number].endpoints, children[number].name)
-            if error is not None:
-                return error
-        assert dead is not None, "the group or a process has failed"
-        return _how_it_ended(dead)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -664,12 +516,12 @@ class ServerProcesses:
         if not engines:
             for rank in ranks:
                 rank.signal(signal.SIGTERM)
-        _end(ranks, lambda: self._deadline_s)
+        end(ranks, lambda: self._deadline_s)
         detokenizer = by_name.get("detokenizer")
         if detokenizer is not None:
             detokenizer.signal(signal.SIGTERM)
-            _end([detokenizer], lambda: time.monotonic())
-        _end(workers, lambda: self._deadline_s)
+            end([detokenizer], lambda: time.monotonic())
+        end(workers, lambda: self._deadline_s)
 
     def _ask_to_end(self, engine: Child, drain_s: float) -> None:
         """A message if its loop runs; a signal while it is still loading."""
@@ -685,68 +537,3 @@ class ServerProcesses:
         outbox = Outbox(engine.endpoints.engine)
         outbox.send(Shutdown(drain_s))
         outbox.close()
-
-
-def _end(children: Sequence[Child], deadline_s: Callable[[], float]) -> None:
-    """Waits until the deadline (which may move), then asks, then kills."""
-    try:
-        while any(child.alive for child in children) and time.monotonic() < deadline_s():
-            time.sleep(0.01)
-        for child in children:
-            child.signal(signal.SIGTERM)
-        _wait(children, _KILL_AFTER_S)
-    finally:
-        for child in children:
-            child.signal(signal.SIGKILL)
-            child.process.wait()
-            if child.pipe is not None:
-                child.pipe.join(_LAST_LINES_S)
-
-
-def _wait(children: Sequence[Child], patience_s: float) -> None:
-    give_up_s = time.monotonic() + patience_s
-    while any(child.alive for child in children) and time.monotonic() < give_up_s:
-        time.sleep(0.01)
-
-
-def _environment(config: Config) -> dict[str, str]:
-    """This process's, with the package findable whatever the working directory."""
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    parallel = config.parallel
-    if parallel.nnodes > 1 and is_loopback(split_address(parallel.dist_init_addr)[0]):
-        found.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen where the host's name leads
-    return found
-
-
-def _how_it_ended(dead: Child) -> BoughError:
-    code = dead.process.returncode
-    name = f"the {dead.name} process"
-    if code is None or code >= 0:
-        return BoughError(
-            what=f"{name} ended with status {code}",
-            why="it left no reason behind",
-            fix="see the lines above; start again with --log-level debug for more",
-        )
-    try:
-        signal_name = signal.Signals(-code).name
-    except ValueError:
-        signal_name = f"signal {-code}"
-    if -code == signal.SIGKILL:
-        return BoughError(
-            what=f"{name} was killed (SIGKILL)",
-            why="somebody killed it, or the system ran out of memory (see `dmesg`)",
-            fix="if memory was short, use a smaller --mem-fraction-static, --context-length or model",
-        )
-    stack = ""
-    with contextlib.suppress(OSError):
-        stack = dead.endpoints.fault(dead.name).read_text(errors="replace")[:4000]
-    error = BoughError(
-        what=f"{name} crashed ({signal_name})",
-        why="native code failed" + (f": {stack.splitlines()[0]}" if stack else ""),
-        fix="try --safe-mode, which turns off custom kernels, graphs and overlap, and report the crash",
-    )
-    if stack:
-        error.add_note(stack)
-    return error
