@@ -4,27 +4,31 @@
 
 The scheduler, the prefix cache and the loop are the real ones; the device is a cost model of Llama 3.1 8B in bf16 on one
 H200 (`STEP_MS`, `TOKEN_MS`, `TILE`). A simulated second is the same on every machine, so results can be compared between
-commits. They say how one value compares with another, not how fast a server is. Results:
-`docs/decisions/scheduler_constants.md`.
+commits. They say how one value compares with another, not how fast a server is. Names in capitals are constants of modules,
+others are defaults of `Limits`. Results: `docs/decisions/scheduler_constants.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
+from bough.cache import radix
 from bough.cache.prefix import PrefixCache
 from bough.core.messages import Generate, ToDetokenizer, ToEngine, Tokens, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.core.step import Mask, Outcome, RunnerLimits, Step
 from bough.engine.loop import Loop
-from bough.scheduler import plan, policy, prefill
+from bough.scheduler import estimate, learn, plan, policy, prefill, queues as queueing
 from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
 
@@ -34,9 +38,13 @@ TOKEN_MS = 0.028
 """Each prompt token on top, in large steps."""
 TILE = 512
 """Tokens by which the cost of large steps grows."""
+COPY_MS = 0.01
+"""A step that copies pages launches one kernel more; the copies themselves (2 MiB a page) take 1 us each."""
 PAGE = 16
 NUM_PAGES = 30_000
 CONTEXT = 65_536
+STOP = 3
+"""The token with which requests end by themselves, where a scenario has any that do."""
 _MANY = 1000
 
 
@@ -46,6 +54,14 @@ class Device:
     def __init__(self, limits: RunnerLimits) -> None:
         self.limits = limits
         self.now_s = 0.0
+        self.most_tokens = limits.max_step_tokens
+        """A step with more runs the device out of memory."""
+        self.slow_every = 0
+        """One in this many steps takes 20 times as long; 0: none does."""
+        self.stop_chances: tuple[tuple[float, float], ...] = ()
+        """From which second on a token is `STOP` with which probability."""
+        self._dice = np.random.default_rng(5)
+        self._steps = 0
         self._free_s = 0.0
 
     def monotonic(self) -> float:
@@ -53,10 +69,20 @@ class Device:
 
     def launch(self, step: Step) -> Launched:
         new = step.num_tokens - step.num_decode_tokens
+        if new > self.most_tokens:
+            raise MemoryError("the simulated device is out of memory")
         if new > 4 * TILE:
             new = -(-step.num_tokens // TILE) * TILE
-        self._free_s = max(self.now_s, self._free_s) + (STEP_MS + TOKEN_MS * new) / 1000
+        self._steps += 1
+        cost_ms = STEP_MS + TOKEN_MS * new + (COPY_MS + 0.001 * len(step.copy_to) if len(step.copy_to) else 0.0)
+        if self.slow_every and self._steps % self.slow_every == 0:
+            cost_ms *= 20
+        self._free_s = max(self.now_s, self._free_s) + cost_ms / 1000
         return Launched(self, step, self._free_s)
+
+    def tokens(self, num_rows: int) -> npt.NDArray[np.int32]:
+        chance = max([(0.0, 0.0), *(each for each in self.stop_chances if each[0] <= self.now_s)])[1]
+        return np.where(self._dice.random((num_rows, 1)) < chance, STOP, 7).astype(np.int32)
 
     def clear(self) -> None:
         pass
@@ -75,7 +101,7 @@ class Launched:
     def wait(self) -> Outcome:
         self.device.now_s = max(self.device.now_s, self.ready_s)
         counts = self.step.samples.astype(np.int32)
-        return Outcome(tokens=np.full((self.step.num_rows, 1), 7, np.int32), counts=counts)
+        return Outcome(tokens=self.device.tokens(self.step.num_rows), counts=counts)
 
 
 @dataclass
@@ -98,17 +124,19 @@ class Traffic:
     """An engine in simulated time, and its clients."""
 
     closed = False
+    given: ClassVar[dict[str, float]] = {}
+    """Limits that are being swept."""
 
-    def __init__(self, **limits: object) -> None:
+    def __init__(self, *, num_pages: int = NUM_PAGES, **limits: object) -> None:
         shape = RunnerLimits(
-            num_slots=256, num_pages=NUM_PAGES, page_size=PAGE, pages_per_slot=CONTEXT // PAGE, context_length=CONTEXT,
+            num_slots=256, num_pages=num_pages, page_size=PAGE, pages_per_slot=CONTEXT // PAGE, context_length=CONTEXT,
             max_step_tokens=16_384, vocab_size=1000,
         )  # fmt: skip
         given = {name: getattr(shape, name) for name in RunnerLimits.__struct_fields__}
-        self.limits = Limits(**{**given, "max_running": 256, "chunk_tokens": 8192, **limits})
+        self.limits = Limits(**{**given, "max_running": 256, "chunk_tokens": 8192, **limits, **self.given})
         self.device = Device(shape)
         self.queues = Queues(self.limits, None)
-        cache = PrefixCache(num_pages=NUM_PAGES, layout=self.limits.layout)
+        cache = PrefixCache(num_pages=num_pages, layout=self.limits.layout)
         self.loop = Loop(
             runner=self.device,
             queues=self.queues,
@@ -128,7 +156,7 @@ class Traffic:
         """A request that comes at `at_s`; its prompt begins with `start`. Returns its id."""
         number = len(self.times) + 1
         prompt = [*start, *self._dice.integers(10, 1000, length - len(start)).tolist()]
-        sampling = SamplingParams(max_new_tokens=output, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=output, ignore_eos=True, stop_token_ids=(STOP,))
         message = Generate(id=number, rid=str(number), prompt=pack_ids(prompt), sampling=sampling, stream=stream)
         self.times[number] = Times(at_s)
         self._coming.append((at_s, message))
@@ -158,11 +186,19 @@ class Traffic:
             self.loop.turn()
             if len(self.queues.waiting) >= _MANY:
                 self.turn_us.append(1e6 * (time.process_time() - before))
-        return max(each.tokens_s[-1] for each in self.times.values())
+        return max(each.tokens_s[-1] for each in self.times.values() if each.tokens_s)
 
 
 @contextmanager
-def changed(module: ModuleType, name: str, value: float) -> Iterator[None]:
+def changed(module: ModuleType | None, name: str, value: float) -> Iterator[None]:
+    """A constant of `module`, or one of `Limits`, with another value."""
+    if module is None:
+        Traffic.given = {name: value}
+        try:
+            yield
+        finally:
+            Traffic.given = {}
+        return
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -277,8 +313,99 @@ def queue() -> dict[str, float]:
     return {"median turn while they wait, us": float(np.median(traffic.turn_us))}
 
 
+def crowded() -> dict[str, float]:
+    """400 requests of 200 to 1,000 prompt tokens within 20 s that may say 8,192 tokens, in a pool of 80,000 tokens. Those of
+    the first 5 s say 100 tokens on average, later ones 1,000."""
+    traffic = Traffic(num_pages=5000)
+    traffic.device.stop_chances = ((0.0, 1 / 100), (5.0, 1 / 1000))
+    dice = np.random.default_rng(6)
+    lengths = [int(dice.integers(200, 1000)) for _ in range(400)]
+    for at, length in enumerate(lengths):
+        traffic.ask(0.05 * at, length, 8192, stream=False)
+    last_s = traffic.run()
+    counters = traffic.queues.counters
+    return {
+        "last token, s": last_s,
+        "tokens per second": counters.output_tokens / last_s,
+        "retractions": counters.retractions,
+        "prompt tokens computed again": counters.prompt_tokens - sum(lengths),
+    }
+
+
+def alike() -> dict[str, float]:
+    """256 requests of 400 tokens at once; 32 each begin with the same 100 tokens, which are not cached."""
+    traffic = Traffic()
+    dice = np.random.default_rng(7)
+    starts = [tuple(dice.integers(10, 1000, 100).tolist()) for _ in range(8)]
+    asked = [traffic.ask(0.0, 400, 32, start=starts[at % 8]) for at in range(256)]
+    last_s = traffic.run()
+    return {
+        "mean first token, s": mean([traffic.times[each].first_s for each in asked]),
+        "last token, s": last_s,
+        "prompt tokens computed": traffic.queues.counters.prompt_tokens,
+    }
+
+
+def families() -> dict[str, float]:
+    """1,200 requests within a second, each beginning with one of 60 prefixes of 1,200 tokens, in a pool that holds 25 of
+    them. Policy `auto`, 24 requests at once."""
+    traffic = Traffic(policy="auto", max_running=24, num_pages=2400)
+    dice = np.random.default_rng(8)
+    starts = [tuple(dice.integers(10, 1000, 1200).tolist()) for _ in range(60)]
+    asked = [traffic.ask(at / 1200, 1300, 16, start=starts[int(dice.integers(60))]) for at in range(1200)]
+    last_s = traffic.run()
+    counters = traffic.queues.counters
+    return {
+        "last token, s": last_s,
+        "mean first token, s": mean([traffic.times[each].first_s for each in asked]),
+        "share of cached tokens": counters.cached_tokens / (counters.cached_tokens + counters.prompt_tokens),
+        "turns while they wait, us, median": float(np.median(traffic.turn_us or [0.0])),
+        "95th percentile": float(np.percentile(traffic.turn_us or [0.0], 95)),
+    }
+
+
+def stumbling() -> dict[str, float]:
+    """16 streams, prompts of 2,000 tokens every 0.2 s, and one step in 40 takes 20 times as long as it should."""
+    traffic = Traffic()
+    traffic.device.slow_every = 40
+    streams = [traffic.ask(0.0, 64, 800) for _ in range(16)]
+    prompts = [traffic.ask(0.5 + 0.2 * at, 2000, 16) for at in range(40)]
+    traffic.run()
+    gaps = [gap for each in streams for gap in traffic.times[each].gaps_s]
+    return {
+        "mean first token of prompts, s": mean([traffic.times[each].first_s for each in prompts]),
+        "95th percentile of the streams' gaps, s": float(np.percentile(gaps, 95)),
+    }
+
+
+def short_of_memory() -> dict[str, float]:
+    """40 prompts of 500 tokens at once every 0.7 s, none streamed, on a device that fails in steps of more than 3,000."""
+    traffic = Traffic()
+    traffic.device.most_tokens = 3000
+    for at in range(2000):
+        traffic.ask(0.7 * (at // 40), 500, 8, stream=False)
+    last_s = traffic.run()
+    failed = traffic.queues.counters.failed
+    return {"last token, s": last_s, "failed steps": traffic.queues.counters.oom_steps, "failed requests": failed}
+
+
+def half_pages() -> dict[str, float]:
+    """400 requests of 300 tokens, each of which goes on from an earlier one whose 150 to 165 tokens end inside a page."""
+    traffic = Traffic()
+    dice = np.random.default_rng(9)
+    starts = [tuple(dice.integers(10, 1000, int(dice.integers(150, 166))).tolist()) for _ in range(400)]
+    for at, start in enumerate(starts):
+        traffic.ask(0.01 * at, len(start) + 32, 4, start=start)
+    asked = [traffic.ask(6.0 + 0.01 * at, 300, 4, start=start) for at, start in enumerate(starts)]
+    traffic.run()
+    return {
+        "mean first token, ms": 1000 * mean([traffic.times[each].first_s for each in asked]),
+        "prompt tokens computed": traffic.queues.counters.prompt_tokens,
+    }
+
+
 Scenario = Callable[[], dict[str, float]]
-SWEEPS: dict[str, tuple[ModuleType, Scenario, tuple[float, ...]]] = {
+SWEEPS: dict[str, tuple[ModuleType | None, Scenario, tuple[float, ...]]] = {
     "_CROWD": (plan, burst, (1, 4, 8, 16, 64, 1000)),
     "_CROWD_RATIO": (plan, burst, (0, 1, 4, 16)),
     "_BESIDE_LONG": (plan, one_long, (1.1, 1.4, 1.7, 2.0, 3.0)),
@@ -290,12 +417,27 @@ SWEEPS: dict[str, tuple[ModuleType, Scenario, tuple[float, ...]]] = {
     "PATIENCE_STEPS": (policy, favoured, (1, 4, 16, 64, 1000)),
     "PATIENCE_TO_FOLLOW": (prefill, following, (0, 8, 32, 1000)),
     "LOOK_AHEAD": (prefill, queue, (16, 64, 256, 2000)),
+    "_AUTO_HIT_RATE": (policy, families, (0.0, 0.1, 0.5, 2.0)),
+    "_MIN_EXPECTED": (estimate, crowded, (0, 16, 64, 256)),
+    "_WINDOW": (learn, stumbling, (1, 5, 15, 61)),
+    "_CAP_HELD_STEPS": (queueing, short_of_memory, (4, 16, 64, 256)),
+    "_WORTH_A_COPY": (radix, half_pages, (1, 2, 4, 16)),
+    "small_share": (None, mixed, (0.0, 0.1, 0.25, 0.5)),
+    "min_chunk_tokens": (None, one_long, (16, 64, 256, 1024)),
+    "large_step_tokens": (None, batch, (512, 2048, 4096, 8192, 1_000_000)),
+    "chunk_tokens": (None, mixed, (1024, 2048, 4096, 8192, 16_384)),
+    "share_tokens": (None, alike, (1, 32, 128, 1000)),
+    "lpm_window": (None, families, (8, 32, 128, 256, 512, 2048)),
+    "conservativeness": (None, crowded, (0.5, 0.8, 1.0, 1.3, 2.0)),
+    "estimate_clip_tokens": (None, crowded, (512, 2048, 4096, 8192)),
+    "max_retractions": (None, crowded, (1, 2, 4, 16)),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"constants (default: all of {', '.join(SWEEPS)})")
+    logging.disable()  # of steps that fail on purpose
     for name in parser.parse_args().names or SWEEPS:
         module, scenario, values = SWEEPS[name]
         print(f"\n{name}: {scenario.__doc__}")

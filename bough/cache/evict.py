@@ -68,7 +68,7 @@ EVICTION: dict[EvictionPolicy, Order] = {
 }
 
 _FEW = 1024
-"""Offers that are kept whether or not they still count."""
+"""Offers that are kept whether or not they still count: up to here, tidying would cost more than they do."""
 
 LEAF = -1
 """Instead of a window: the node itself, which has no children."""

@@ -26,9 +26,11 @@ from bough.core.kv import KvLayout
 from bough.core.step import I32, I64, Bool, Pages
 
 _WORTH_A_COPY = 4
-"""A page is copied for a quarter of its tokens, at least."""
+"""A page is copied for a quarter of its tokens, at least. With pages of 16 tokens, prompts that go on from the middle of one
+compute 2 % fewer tokens than with whole pages only; copying for single tokens spares 0.1 % more
+(`benchmarks/scheduler_constants.py`)."""
 _LOOKED_AT = 16
-"""Branches among which such a page is looked for."""
+"""Branches among which such a page is looked for, the newest first: bounds the host's time."""
 
 
 class RadixTree:

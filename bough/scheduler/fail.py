@@ -12,9 +12,11 @@ from bough.scheduler.slots import UNKNOWN_LENGTH, UNKNOWN_TURN
 from bough.scheduler.states import give_up_state
 
 _OOM_STEPS = 2
-"""A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails."""
+"""Steps. A request whose prefill (or whose decode, with no prefill to blame) ran the device out of memory this often fails:
+the second time was in a step of half the size."""
 _LEAST_PREFILL = 32
-"""Prompt tokens: the cap on steps that is set after the device ran out of memory does not fall below this."""
+"""Prompt tokens: the cap on steps that is set after the device ran out of memory does not fall below this, which every
+device can do."""
 
 _OOM_WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 

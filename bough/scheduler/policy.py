@@ -19,8 +19,9 @@ PATIENCE_STEPS = 16
 """Steps in which younger requests may be admitted before the oldest one. A request without a cached prefix among 120 a
 second with one waits 1.1 s; 1.5 s without this bound (`benchmarks/scheduler_constants.py`)."""
 _AUTO_HIT_RATE = 0.1
-"""Share of prompt tokens found in the prefix cache from which on the policy `auto` sorts by longest prefix (`lpm`). Chosen
-without a measurement: without hits there is nothing to sort by, and with 10 % prompts do share prefixes."""
+"""Share of prompt tokens found in the prefix cache from which on the policy `auto` sorts by longest prefix (`lpm`). Where
+prompts share prefixes, 0 to 0.5 make no difference, and never sorting takes twice as long; where they do not, there is
+nothing to sort by (`benchmarks/scheduler_constants.py`)."""
 _MASK = (1 << 64) - 1
 
 
