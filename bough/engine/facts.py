@@ -61,7 +61,7 @@ def plan_facts(
     layout: Layout,
     frees_windows: bool = True,
 ) -> ModelPlanFacts:
-    """The checkpoint in the words of `config.resolve_facts`. `frees_windows`: layers with windows keep no more than those. Raises
+    """What settings of the checkpoint are decided from. `frees_windows`: layers with windows keep no more than those. Raises
     `UnsupportedModel` or `ConfigError` if weights can't be stored as asked for, or split over the ranks of `layout`."""
     rules = rules_for(checkpoint, model.quantization)
     if rules is not None:

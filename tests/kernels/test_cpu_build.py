@@ -23,6 +23,7 @@ from bough.kernels.norm import cpu as norm
 from bough.kernels.packed_linear import cpu as packed
 from bough.kernels.rotary import cpu as rotary
 from bough.kernels.sampling import cpu as sampling
+from bough.platform.processor import find_compiler
 from tests.kernels import (
     test_cpu_attention,
     test_cpu_packed_linear,
@@ -75,6 +76,21 @@ def test_a_compiler_that_fails_is_one_warning(tmp_path: Path) -> None:
     assert "out of luck" in warning
     assert used == "torch"
     assert list((tmp_path / "bough" / "kernels").iterdir()) == [], "a failed build leaves nothing behind"
+
+
+@pytest.mark.skipif(find_compiler() is None or platform.machine() != "x86_64", reason="no compiler")
+def test_only_compilers_that_know_them_get_flags_for_copies(tmp_path: Path) -> None:
+    real = str(find_compiler())
+    knows = (
+        subprocess.run([real, *compiling.COPIES, "-E", "-x", "c++", os.devnull], capture_output=True).returncode == 0
+    )
+    assert compiling.copy_flags(real, ("-march=x86-64-v3",)) == (compiling.COPIES if knows else ())
+    assert compiling.copy_flags(real, ("-march=x86-64-v4",)) == ()
+    older = tmp_path / "older-c++"
+    older.write_text(f'#!/bin/sh\ncase "$*" in *-mmove-max*) exit 1;; esac\nexec {real} "$@"\n')
+    older.chmod(0o755)
+    assert compiling.copy_flags(str(older), ("-march=x86-64-v3",)) == ()
+    assert compiling.copy_flags(str(tmp_path / "none"), ()) == ()
 
 
 @pytest.mark.skipif(library() is None, reason="no compiler")

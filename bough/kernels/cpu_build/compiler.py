@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bough.config.cache_directory import cache_directory
 from bough.kernels.cpu_build.compiling import (
+    COPIES,
     FLAGS,
     LINK_FLAGS,
     SOURCES,
@@ -42,8 +43,9 @@ class Recipe:
         for source in sorted(SOURCES.iterdir()):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
         stat = os.stat(self.compiler)
-        parts = (*FLAGS, *LINK_FLAGS, *self.machine, os.path.realpath(self.compiler), stat.st_size, int(stat.st_mtime))
-        digest.update("\0".join(map(str, (*parts, fingerprint()))).encode())
+        file = (os.path.realpath(self.compiler), stat.st_size, int(stat.st_mtime))
+        parts = (*FLAGS, *COPIES, *LINK_FLAGS, *self.machine, *file, fingerprint())
+        digest.update("\0".join(map(str, parts)).encode())
         return digest.hexdigest()[:24]
 
 
