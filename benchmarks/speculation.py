@@ -1,20 +1,24 @@
 """Speculative decoding with the default model on the CPU, beside the same engine without. Run by hand:
 
-    python benchmarks/speculation.py --algorithm NGRAM --output benchmarks/results/speculation_cpu.md
+    python benchmarks/speculation.py --method NGRAM --method SUFFIX
+    python benchmarks/speculation.py --method MEDUSA=benchmarks/heads/smollm2-135m-instruct-medusa --sets chat
 
-Engines take turns in one process each, `--turns` times; the best of the turns counts. One request at a time, greedy, each
-prompt once per turn. *rewrite*: prompts whose answers repeat much of them (summarise, correct, extend, extract); *chat*:
-questions. The answers of both engines must be the same.
+All engines run at the same time, with one thread each, and answer by turns: every prompt is asked of each engine before the
+next one. What is compared is the CPU time of the engine's process for the whole request, prompt included: it depends little
+on what else the machine does. One request at a time, greedy. *rewrite*: prompts whose answers repeat much of them
+(summarise, correct, extend, extract); *chat*: questions. A turn has a cache namespace of its own, so that neither prompts
+nor drafts come from what an earlier turn has left. The answers of all engines must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import time
+import statistics
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+import bough
 
 ARTICLE = (
     "The lighthouse at Port Ellery was built in 1871 after three ships were lost on the reef in a single winter. Its first "
@@ -55,63 +59,80 @@ CHAT_ML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 SETS = {"rewrite": REWRITE, "chat": CHAT}
 
 
-def measure(algorithm: str, max_tokens: int) -> None:
-    """Prints what one engine does with all prompts, as JSON."""
-    import bough
+class Method:
+    """An engine that is measured."""
 
-    found = {}
-    with bough.Engine(speculative_algorithm=algorithm, context_length=2048) as engine:
+    def __init__(self, name: str, engine: bough.Engine) -> None:
+        self.name = name
+        self.engine = engine
+        self._pid = engine.get_all_child_pids()[0]
+        self.seconds: dict[str, list[float]] = {each: [] for each in SETS}
+        """Of each turn, for all prompts of a set."""
+        self.tokens: dict[str, int] = dict.fromkeys(SETS, 0)
+        self.steps: dict[str, int] = dict.fromkeys(SETS, 0)
+
+    @classmethod
+    def start(cls, spec: str) -> Method:
+        """`spec`: the algorithm, and what drafts for it behind a =."""
+        algorithm, _, path = spec.partition("=")
+        settings: dict[str, Any] = {"speculative_algorithm": algorithm, "cpu_threads": 1, "context_length": 2048}
+        if path:
+            settings["speculative_draft_model_path"] = path
+        return cls(algorithm, bough.Engine(**settings))
+
+    def ask(self, name: str, text: str, max_tokens: int, namespace: str) -> list[int]:
+        """Answers a prompt of the set `name`, and adds what that took to the newest turn."""
+        before = self._cpu_s()
         params = {"temperature": 0, "max_new_tokens": max_tokens}
-        for name, prompts in SETS.items():
-            texts = [CHAT_ML.format(prompt) for prompt in prompts]
-            engine.generate(texts[0], params)
-            outputs, seconds, tokens, steps = [], 0.0, 0, 0
-            for text in texts:
-                answer = engine.generate(text, params)
-                meta = answer["meta_info"]
-                outputs.append(answer["output_ids"])
-                seconds += meta["decode_time"]
-                tokens += meta["completion_tokens"] - 1
-                steps += meta.get("spec_verify_ct", meta["completion_tokens"] - 1)
-            found[name] = {"rate": tokens / seconds, "per_step": tokens / steps, "outputs": outputs}
-    print(json.dumps(found))
+        answer = self.engine.generate(text, params, cache_salt=namespace)
+        self.seconds[name][-1] += self._cpu_s() - before
+        meta = answer["meta_info"]
+        self.tokens[name] += meta["completion_tokens"] - 1
+        self.steps[name] += meta.get("spec_verify_ct", meta["completion_tokens"] - 1)
+        ids: list[int] = answer["output_ids"]
+        return ids
+
+    def _cpu_s(self) -> float:
+        """Time that the threads of the engine's process have had a CPU (Linux)."""
+        tasks = Path(f"/proc/{self._pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithm", default="NGRAM")
+    parser.add_argument("--method", action="append", help="ALGORITHM or ALGORITHM=PATH; may be repeated (NGRAM)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=160)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--sets", nargs="+", choices=[*SETS], default=[*SETS])
     asked = parser.parse_args()
-    if asked.child:
-        measure(asked.child, asked.max_tokens)
-        return
-    best: dict[tuple[str, str], dict[str, float]] = {}
-    outputs: dict[str, list[list[int]]] = {}
-    for _ in range(asked.turns):
-        for algorithm in ("none", asked.algorithm):
-            command = [sys.executable, __file__, "--child", algorithm, "--max-tokens", str(asked.max_tokens)]
-            began = time.monotonic()
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            for name, told in json.loads(done.stdout.splitlines()[-1]).items():
-                assert outputs.setdefault(name, told["outputs"]) == told["outputs"], (
-                    f"{name}: {algorithm} says otherwise"
-                )
-                kept = best.get((name, algorithm))
-                if kept is None or told["rate"] > kept["rate"]:
-                    best[name, algorithm] = told
-            print(f"{algorithm}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    lines = ["| prompts | off, tok/s | on, tok/s | ratio | tokens per step |", "|---|---|---|---|---|"]
-    for name in SETS:
-        off, on = best[name, "none"], best[name, asked.algorithm]
-        ratio = on["rate"] / off["rate"]
-        lines.append(f"| {name} | {off['rate']:.1f} | {on['rate']:.1f} | {ratio:.2f} | {on['per_step']:.2f} |")
-    table = "\n".join(lines)
-    print(table)
-    if asked.output:
-        asked.output.write_text(f"`python benchmarks/speculation.py --algorithm {asked.algorithm}`\n\n{table}\n")
+    with ExitStack() as stack:
+        methods = [Method.start(each) for each in ("none", *(asked.method or ["NGRAM"]))]
+        for method in methods:
+            stack.enter_context(method.engine)
+            method.engine.generate("Hello", {"temperature": 0, "max_new_tokens": 4})
+        for turn in range(asked.turns):
+            for name in asked.sets:
+                for method in methods:
+                    method.seconds[name].append(0.0)
+                for number, prompt in enumerate(SETS[name]):
+                    at = (turn + number) % len(methods)
+                    said = [
+                        method.ask(name, CHAT_ML.format(prompt), asked.max_tokens, f"turn {turn}")
+                        for method in methods[at:] + methods[:at]
+                    ]
+                    assert all(each == said[0] for each in said), f"answers to {prompt[:40]!r} differ"
+    print("| prompts | drafts | CPU s, best turn | tokens per CPU s | beside off, median of turns | tokens per step |")
+    print("|" + "---|" * 6)
+    for name in asked.sets:
+        off = methods[0].seconds[name]
+        for method in methods:
+            ratios = [mine and base / mine for mine, base in zip(method.seconds[name], off, strict=True)]
+            rate = method.tokens[name] / sum(method.seconds[name])
+            per_step = method.tokens[name] / max(1, method.steps[name])
+            print(
+                f"| {name} | {method.name} | {min(method.seconds[name]):.2f} | {rate:.1f} | "
+                f"{statistics.median(ratios):.3f} | {per_step:.2f} |"
+            )
 
 
 if __name__ == "__main__":

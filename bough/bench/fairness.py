@@ -126,7 +126,7 @@ class Phase:
     gaps_ms: list[float]
     """Between any two tokens of a user."""
 
-    def told(self) -> Json:
+    def summary(self) -> Json:
         return {
             "p50_tpot_ms": float(np.percentile(self.tpot_ms, 50)),
             "p99_tpot_ms": float(np.percentile(self.tpot_ms, 99)),
@@ -199,9 +199,9 @@ async def measure(engine: Engine, options: argparse.Namespace) -> Json:
     return {
         "streams": options.streams,
         "prompt_len": options.prompt_len,
-        "idle": idle.told(),
-        "beside": beside.told(),
-        "tpot_ratio": beside.told()["p99_tpot_ms"] / idle.told()["p99_tpot_ms"],
+        "idle": idle.summary(),
+        "beside": beside.summary(),
+        "tpot_ratio": beside.summary()["p99_tpot_ms"] / idle.summary()["p99_tpot_ms"],
         "seconds": ended - sent,
         "answered": answered,
         "short_prompts": len(waits),

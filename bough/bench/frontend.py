@@ -200,8 +200,8 @@ def measure(
     with ServedFrontend(_serve_bough, settings, tick_ms / 1e3) as server:
         tally, wall, cpu = _measured(server, path, asked, clients=clients, seconds=seconds)
         rate, per_request = tally.requests / wall, cpu / tally.requests
-        told = _fields(path, tokens=tokens, stream=True)
-        tally, wall, cpu = _measured(server, path, told, clients=streams, seconds=seconds)
+        request_fields = _fields(path, tokens=tokens, stream=True)
+        tally, wall, cpu = _measured(server, path, request_fields, clients=streams, seconds=seconds)
         streamed = tally.requests * tokens
     pace = streamed / wall
     return {

@@ -8,7 +8,7 @@ Five programs: `fork-join` (one context, several branches, their texts together,
 (thoughts about one context, rated, the best kept), `judge` (remarks from several sides, a verdict on each),
 `few-shot-choices` (questions behind the same examples, answered by the likeliest of given choices) and `few-shot`
 (answered in the model's words). The plain side sends everything at once with asyncio. Told for both: wall time, prompt
-tokens computed, and the share found in the cache. Turns alternate, each on an empty cache; medians are told.
+tokens computed, and the share found in the cache. Turns alternate, each on an empty cache; medians are shown.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ def _turn(server: Server, side: Side, work: Callable[[Side], list[str]]) -> tupl
 
 
 def _median(runs: Sequence[Json]) -> Json:
-    told: Json = {name: statistics.median(run[name] for run in runs) for name in ("seconds", "computed", "cached")}
-    told["hit_rate"] = told["cached"] / max(1, told["cached"] + told["computed"])
-    told["spread_s"] = max(run["seconds"] for run in runs) - min(run["seconds"] for run in runs)
-    return told
+    summary: Json = {name: statistics.median(run[name] for run in runs) for name in ("seconds", "computed", "cached")}
+    summary["hit_rate"] = summary["cached"] / max(1, summary["cached"] + summary["computed"])
+    summary["spread_s"] = max(run["seconds"] for run in runs) - min(run["seconds"] for run in runs)
+    return summary
 
 
 def show(report: dict[str, Json]) -> str:

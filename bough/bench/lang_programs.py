@@ -287,13 +287,13 @@ class PlainClient:
         )
         scores = []
         for scored in sorted(reply.choices, key=lambda each: each.index):
-            told = scored.logprobs
-            assert told is not None
-            assert told.text_offset is not None
-            assert told.token_logprobs is not None
+            scored_tokens = scored.logprobs
+            assert scored_tokens is not None
+            assert scored_tokens.text_offset is not None
+            assert scored_tokens.token_logprobs is not None
             own = [
                 logprob
-                for at, logprob in zip(told.text_offset, told.token_logprobs, strict=True)
+                for at, logprob in zip(scored_tokens.text_offset, scored_tokens.token_logprobs, strict=True)
                 if at >= len(text) and logprob is not None
             ]
             scores.append(sum(own) / max(1, len(own)))

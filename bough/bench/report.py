@@ -219,7 +219,7 @@ def show(facts: Json, title: str) -> str:
         ("duration", f"{facts['duration']:.2f} s"),
         ("requests/s", f"{facts['request_throughput']:.2f}{_offer(facts)}"),
         ("input tokens/s", f"{facts['input_throughput']:,.1f}"),
-        ("output tokens/s", f"{facts['output_throughput']:,.1f}{_peak_told(facts)}"),
+        ("output tokens/s", f"{facts['output_throughput']:,.1f}{_peak_shown(facts)}"),
         ("in flight", f"mean {facts['concurrency']:.1f}, most {facts['max_in_flight']}"),
         ("prompt tokens cached", f"{100 * facts['cache_hit_rate']:.1f} %"),
     ]
@@ -247,7 +247,7 @@ def _offer(facts: Json) -> str:
     return f"   (of {offered:.2f} offered)" if offered else ""
 
 
-def _peak_told(facts: Json) -> str:
+def _peak_shown(facts: Json) -> str:
     peak = facts["peak_output_throughput"]
     return f"   (peak {peak:,.0f})" if peak else ""
 

@@ -62,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--client-processes", type=int, default=1, metavar="N", help="share the sending (default: 1)")
     how.add_argument("--repeat", type=int, default=1, metavar="N",
                      help="run N times; says the mean and its 95 %% interval")  # fmt: skip
-    told = made.add_argument_group("what is told")
-    told.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
+    results = made.add_argument_group("what is shown")
+    results.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                       help="count requests within limits, e.g. ttft:200 tpot:50 e2e:5000")  # fmt: skip
-    told.add_argument("--json", nargs="?", const="-", default="", metavar="FILE",
+    results.add_argument("--json", nargs="?", const="-", default="", metavar="FILE",
                       help="write the numbers as JSON, to standard output or appended to a file as one line")  # fmt: skip
-    told.add_argument("--output-details", action="store_true", help="with --json: every request's times too")
-    told.add_argument("--plot", default="", metavar="PNG", help="draw latencies and the course of the run")
+    results.add_argument("--output-details", action="store_true", help="with --json: every request's times too")
+    results.add_argument("--plot", default="", metavar="PNG", help="draw latencies and the course of the run")
     return made
 
 

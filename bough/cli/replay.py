@@ -83,13 +83,13 @@ def read(files: Sequence[str]) -> Iterator[Line]:
 
 def _line(text: str, where: str) -> Line:
     try:
-        told = json.loads(text)
+        record = json.loads(text)
         return Line(
-            time=float(told["time"]),
-            path=str(told["path"]),
-            status=int(told["status"]),
-            seconds=float(told["seconds"]),
-            body=dict(told["body"]),
+            time=float(record["time"]),
+            path=str(record["path"]),
+            status=int(record["status"]),
+            seconds=float(record["seconds"]),
+            body=dict(record["body"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

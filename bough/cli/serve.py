@@ -106,6 +106,6 @@ def _tell(error: BoughError) -> int:
     from bough.cli.main import exit_status
     from bough.observability.json_lines import json_line
 
-    told = json_line("api0", error.what, level="error", logger="bough", why=error.why, fix=error.fix)
-    print(told, file=sys.stderr, flush=True)
+    logged = json_line("api0", error.what, level="error", logger="bough", why=error.why, fix=error.fix)
+    print(logged, file=sys.stderr, flush=True)
     return exit_status(error)

@@ -234,8 +234,8 @@ def banner(server: LocalServer, service: Service | None) -> str:
         scheme = url.partition("://")[0]
         rows.insert(1, ("network", f"{scheme}://{reachable}:{server.port}  (this machine's address for others)"))
     if served.sampling_defaults:
-        told = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
-        rows.append(("sampling", f"the model's own defaults: {told}  (--sampling-defaults openai for OpenAI's)"))
+        shown = ", ".join(f"{name} {value}" for name, value in served.sampling_defaults.items())
+        rows.append(("sampling", f"the model's own defaults: {shown}  (--sampling-defaults openai for OpenAI's)"))
     if not config.model.model:
         better = BETTER_MODELS.get(facts.get("device", "cpu"), BETTER_MODELS["cpu"])
         rows.append(("next", f"a better model: bough serve {better}"))

@@ -109,13 +109,13 @@ def picture(report: dict[str, Any], *, url: str, most_rows: int, width: int = 12
     return Group(*parts)
 
 
-def _drafts(told: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
+def _drafts(counts: dict[str, Any]) -> list[tuple[str, str, float | None, str]]:
     """The line about speculative decoding, if there were drafts."""
-    if not told.get("draft_tokens"):
+    if not counts.get("draft_tokens"):
         return []
-    rate = told["accepted_tokens"] / told["draft_tokens"]
-    more = f"{told['accepted_tokens']:,} of {told['draft_tokens']:,} drafts right so far"
-    return [("drafts", f"{told['accept_length']:.2f} tok/step", rate, more)]
+    rate = counts["accepted_tokens"] / counts["draft_tokens"]
+    more = f"{counts['accepted_tokens']:,} of {counts['draft_tokens']:,} drafts right so far"
+    return [("drafts", f"{counts['accept_length']:.2f} tok/step", rate, more)]
 
 
 def bar(share: float, length: int) -> str:

@@ -243,9 +243,9 @@ class _Answering:
                 }
                 for number in range(begin, begin + len(some))
             ]
-            told = self._engine.generate(input_ids=some, sampling_params=params)
-            assert isinstance(told, list), "as many answers as prompts"
-            answers += [each["output_ids"] for each in told]
+            outputs = self._engine.generate(input_ids=some, sampling_params=params)
+            assert isinstance(outputs, list), "as many answers as prompts"
+            answers += [each["output_ids"] for each in outputs]
         tokens, seconds = sum(map(len, answers)), time.monotonic() - began
         print(f"{len(answers)} answers, {tokens:,} tokens in {seconds:.0f} s", flush=True)
         return answers

@@ -41,7 +41,7 @@ def check_exposure(config: Config) -> None:
     if server.admin_with_api_key and not has_keys(server):
         raise ConfigError(
             what="--admin-with-api-key without --api-key",
-            why="the admin routes would be open to anybody",
+            why="the admin routes would be open to all clients",
             fix="add --api-key SECRET, or leave it out",
             param="admin_with_api_key",
         )
@@ -56,7 +56,7 @@ def check_exposure(config: Config) -> None:
         return
     raise ConfigError(
         what=f"refusing to listen on {server.host} without a key",
-        why="anybody who can reach this address could use the model",
+        why="every client that can reach this address could use the model",
         fix="add --api-key SECRET, or listen on 127.0.0.1, or add --insecure if the network is trusted",
         param="host",
     )
@@ -314,7 +314,7 @@ def _parallel(config: Config) -> None:
     if parallel.nnodes > 1 and len(parallel.dist_secret) < LEAST_SECRET and not (placed and not parallel.dist_secret):
         raise ConfigError(
             what=f"{parallel.nnodes} machines need a secret of at least {LEAST_SECRET} characters",
-            why="everybody who can reach the port could take part otherwise",
+            why="otherwise every process that reaches the port could take part",
             fix="set the same BOUGH_DIST_SECRET (or --dist-secret) on every machine",
             param="dist_secret",
         )

@@ -304,8 +304,8 @@ class SpeculativeConfig:
     """STANDALONE, EAGLE, EAGLE3: tokens that what drafts sees of a text, the newest ones; 0: all. Heads were often
     trained on short texts, and are right less often far behind their beginning."""
     speculative_num_steps: int | Auto = AUTO
-    """Drafts that are made on the device, one behind the other. auto: 4, MEDUSA as many as there are heads, DFLASH as many
-    as a block has."""
+    """Drafts that are made on the device, one behind the other. auto: 3 or 4, by model, MEDUSA as many as there are
+    heads, DFLASH as many as a block has."""
     speculative_eagle_topk: int | Auto = AUTO
     """EAGLE, EAGLE3, NEXTN, MEDUSA: above 1, drafts form a tree in which each node has this number of children, and as
     many nodes go on. auto: 1, each draft follows the one before it."""

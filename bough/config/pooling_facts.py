@@ -139,7 +139,7 @@ def pooling_facts(facts: ModelFacts, path: Path, *, forced: bool = False, mode: 
         if mode != "auto":
             raise ConfigError(
                 what=f"--pooling {mode} was given, but {facts.architecture} generates",
-                why="it is served as a generative model unless told otherwise",
+                why="it is served as a generative model unless --is-embedding is given",
                 fix="add --is-embedding",
                 param="pooling",
             )

@@ -82,7 +82,7 @@ def resolve(config: Config, machine: MachineFacts, model: ModelPlanFacts) -> Res
     tpot = settle("tpot_target_ms", config.scheduler.tpot_target_ms, AUTO, choose_tpot_target(machine))
     drafted, passes = config.speculative.speculative_num_draft_tokens, config.speculative.speculative_num_steps
     if config.speculative.speculative_algorithm in ON_DEVICE:
-        numbers = draft_numbers(config.speculative, model.most_draft_steps)
+        numbers = draft_numbers(config.speculative, model.most_draft_steps, model.architecture)
         passes = settle("speculative_num_steps", passes, AUTO, Decision(numbers.steps, numbers.because))
         drafted = settle("speculative_num_draft_tokens", drafted, AUTO, Decision(numbers.tokens, numbers.because))
     topk = config.speculative.speculative_eagle_topk

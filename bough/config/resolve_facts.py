@@ -37,6 +37,8 @@ class ModelPlanFacts:
 
     name: str
     """As given on the command line; empty: the default model."""
+    architecture: str = ""
+    """As the checkpoint's config names it."""
     context_length: int
     checkpoint_dtype: DType
     dense_params: int

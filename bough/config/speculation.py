@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from bough.config.concerns import AUTO, SpeculativeAlgorithm, SpeculativeConfig
+from bough.config.draft_defaults import DraftDefault, draft_default
 from bough.core.errors import ConfigError
 
 MOST_DRAFT_TOKENS = 64
 """Query tokens of a row that verifies drafts, its newest token included."""
 STEP_DRAFTS = {"cuda": 512, "cpu": 128}
 """Drafts of all rows of a step at most, by device: beyond, products take as long as drafts would save."""
-_NGRAM_TOKENS, _SUFFIX_TOKENS = 12, 17
 ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
     {"STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"}
 )
@@ -25,8 +25,9 @@ TREES: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "N
 WINDOWED: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"STANDALONE", "EAGLE", "EAGLE3"})
 """Those whose own attention may be kept to the newest tokens."""
 _TREE_TOKENS: Final = 16
-_STEPS: Final = 4
-"""Drafts of a row at most, where what drafts could make any number; how many of them pay is learned."""
+"""Of a tree, verified in a step, unless it has fewer nodes."""
+_ANY_STEPS: Final = 4
+"""Drafts of what has no entry in `DRAFT_DEFAULTS`, as long as its checkpoint was not read."""
 _METHODS: Final[dict[str, SpeculativeAlgorithm]] = {
     "ngram": "NGRAM", "suffix": "SUFFIX", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3",
     "medusa": "MEDUSA", "dflash": "DFLASH", "mtp": "NEXTN", "deepseek_mtp": "NEXTN", "glm4_moe_mtp": "NEXTN",
@@ -103,13 +104,15 @@ class DraftNumbers(NamedTuple):
     because: str
 
 
-def draft_numbers(config: SpeculativeConfig, most: int | None = None) -> DraftNumbers:
+def draft_numbers(config: SpeculativeConfig, most: int | None = None, architecture: str = "") -> DraftNumbers:
     """Of an algorithm that drafts on the device. `most`: drafts, one behind the other, that it can make; None: any number.
+    `architecture`: of the target model, if it is known.
 
     Raises `ConfigError` for numbers that contradict one another.
     """
     topk = config.speculative_eagle_topk
-    numbers = _chain(config, most) if topk is AUTO or topk == 1 else _tree(config, topk, most)
+    usual = draft_default(config.speculative_algorithm, architecture)
+    numbers = _chain(config, most, usual) if topk is AUTO or topk == 1 else _tree(config, topk, most, usual)
     if most is not None and numbers.steps > most:
         raise ConfigError(
             what=f"{numbers.steps} drafts were asked for, the checkpoint makes {most}",
@@ -120,7 +123,7 @@ def draft_numbers(config: SpeculativeConfig, most: int | None = None) -> DraftNu
     return numbers
 
 
-def _chain(config: SpeculativeConfig, most: int | None) -> DraftNumbers:
+def _chain(config: SpeculativeConfig, most: int | None, usual: DraftDefault | None) -> DraftNumbers:
     """Each draft follows the one before it."""
     steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not AUTO and tokens is not AUTO and tokens != steps + 1:
@@ -136,10 +139,11 @@ def _chain(config: SpeculativeConfig, most: int | None) -> DraftNumbers:
         return DraftNumbers(tokens - 1, 1, tokens, "--speculative-num-draft-tokens")
     if most is not None:
         return DraftNumbers(most, 1, most + 1, "as many as the checkpoint drafts")
-    return DraftNumbers(_STEPS, 1, _STEPS + 1, "fewer are made where they do not pay")
+    steps = _ANY_STEPS if usual is None else usual.steps
+    return DraftNumbers(steps, 1, steps + 1, "fewer are made where they do not pay")
 
 
-def _tree(config: SpeculativeConfig, topk: int, most: int | None) -> DraftNumbers:
+def _tree(config: SpeculativeConfig, topk: int, most: int | None, usual: DraftDefault | None) -> DraftNumbers:
     """Of the nodes that are looked at, the likeliest are kept."""
     method = config.speculative_algorithm
     if method not in TREES:
@@ -150,7 +154,8 @@ def _tree(config: SpeculativeConfig, topk: int, most: int | None) -> DraftNumber
             param="speculative_eagle_topk",
         )
     given = config.speculative_num_steps
-    steps = min(_STEPS, most or _STEPS) if given is AUTO else given
+    most_usual = _ANY_STEPS if usual is None else usual.steps
+    steps = min(most_usual, most or most_usual) if given is AUTO else given
     looked_at = topk + (steps - 1) * topk**2
     if topk * (steps - 1) > MOST_DRAFT_TOKENS:
         raise ConfigError(
@@ -179,9 +184,9 @@ def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:
     if config.speculative_algorithm in ON_DEVICE:
         numbers = draft_numbers(config)
         return numbers.tokens, numbers.because
-    if config.speculative_algorithm == "SUFFIX":
-        return _SUFFIX_TOKENS, "drafts end by themselves where they are unlikely"
-    return _NGRAM_TOKENS, "what follows a match is often right for long; wrong drafts are not made for long"
+    usual = draft_default(config.speculative_algorithm)
+    assert usual is not None, "every algorithm that drafts on the host has an entry"
+    return usual.tokens, "fewer are verified where they do not pay"
 
 
 def drafts_of_row(config: SpeculativeConfig) -> int:

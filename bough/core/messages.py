@@ -136,7 +136,7 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     logprobs: LogprobSpec | None = None
     hidden_states: Literal["", "last", "all"] = ""
     tenant: str = ""
-    """To whom `rid` belongs: the name of the client's key; empty where there are no keys."""
+    """The tenant that `rid` belongs to: the name of the client's key; empty where there are no keys."""
     namespace: str = ""
     """Cache namespace: adapter and tenant salt. Prefixes are shared within one only."""
     priority: int = 0
@@ -185,7 +185,7 @@ class AbortByName(Struct, frozen=True, tag="abort_by_name"):
     rid: str
     reason: str = "aborted by request"
     tenant: str | None = None
-    """Only this tenant's; None: everybody's."""
+    """Only this tenant's; None: those of all tenants."""
     worker: int | None = None
     """Only those that came through this API worker; None: through any."""
 

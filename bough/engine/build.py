@@ -56,7 +56,7 @@ from bough.engine.media import encoder_of, media_limits
 from bough.engine.outbox import open_outbox
 from bough.engine.pipeline import PipelineRunner, open_outcomes, open_sink, run_stage, sampling_rank
 from bough.engine.places import device_index, orders_devices, sharing
-from bough.engine.pooling import pooling_limits, told
+from bough.engine.pooling import pooling_limits, ready_pooling
 from bough.engine.speculation import LoadedDraft, corpora_of, drafter_of, load_draft, rule_of, tree_of
 from bough.engine.step_channels import StepChannel, StepSource, open_channel, open_source
 from bough.engine.watch import observe
@@ -116,13 +116,13 @@ class StartUp:
     @contextmanager
     def phase(self, name: str, progress: float, until: float = 1.0) -> Iterator[Progress]:
         """A phase that begins at `progress` of the whole. What it gives hears of bytes, on the way to `until`."""
-        begin = told_s = time.perf_counter()
+        begin = shown_s = time.perf_counter()
 
         def tell(done_bytes: int, total_bytes: int) -> None:
-            nonlocal told_s
+            nonlocal shown_s
             now = time.perf_counter()
-            if self.tells and (now - told_s >= _TELL_EVERY_S or done_bytes == total_bytes):
-                told_s = now
+            if self.tells and (now - shown_s >= _TELL_EVERY_S or done_bytes == total_bytes):
+                shown_s = now
                 reached = progress + (until - progress) * done_bytes / max(1, total_bytes)
                 self._write(name, reached, done_bytes, total_bytes)
 
@@ -624,5 +624,5 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "decisions": resolved.lines(),
         "memory": [list(row) for row in plan.rows()],
         "memory_table": plan.table(),
-        **told(pooling, checkpoint),
+        **ready_pooling(pooling, checkpoint),
     }

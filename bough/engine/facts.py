@@ -74,6 +74,7 @@ def plan_facts(
         dtype = "bfloat16"
     return ModelPlanFacts(
         name=model.model,
+        architecture=facts.architecture,
         context_length=facts.max_context,
         checkpoint_dtype=cast(DType, dtype),
         dense_params=sizes.dense_params,

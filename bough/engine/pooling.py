@@ -83,7 +83,7 @@ def pooling_limits(limits: Limits, runner: RunnerLimits, pooling: PoolingFacts) 
     return replace(limits, whole_prompts=True, uncut=True, chunk_tokens=runner.max_step_tokens, small_share=0.0)
 
 
-def told(pooling: PoolingFacts | None, checkpoint: Checkpoint) -> dict[str, Any]:
+def ready_pooling(pooling: PoolingFacts | None, checkpoint: Checkpoint) -> dict[str, Any]:
     """What the way in must know: how the model pools, or how it scores as a reranker."""
     tokens = rerank_tokens(checkpoint.path) if pooling is None else None
     return {

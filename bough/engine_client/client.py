@@ -261,8 +261,8 @@ class EngineClient:
             return self.abort(
                 rid, tenant, reason=reason
             )  # between two steps of a search the engine knows nothing of it
-        told = await self.call(lambda call: AbortByName(call, rid, reason, tenant))
-        return int(told["aborted"])
+        outcome = await self.call(lambda call: AbortByName(call, rid, reason, tenant))
+        return int(outcome["aborted"])
 
     @property
     def num_live(self) -> int:

@@ -49,14 +49,14 @@ class Driver:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
         self._lock = threading.Lock()
         self._turning = False
-        """Somebody turns the loop, or is about to."""
+        """A caller turns the loop, or is about to."""
         self._background = False
         """That is the background thread."""
         self._calls = 0
         """Calls that were submitted and are not done."""
         self._closed = False
         self._lingers_no_more = threading.Condition(self._lock)
-        """Told whenever `_lingers` may have become false."""
+        """Notified when `_lingers` may have become false."""
         self._wanted = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._turn_in_background, name=name, daemon=True)
         self._thread.start()

@@ -73,8 +73,8 @@ class Pooler:
     ) -> None:
         """`facts`: what the engine said when it was ready. `delimiter`: the token between query and item for requests that
         name none; -1: none. Raises `ConfigError` for a template or a token that can't be used."""
-        told, tokens = facts.get("pooling"), facts.get("rerank_tokens")
-        self.pooling = msgspec.convert(told, PoolingFacts) if told is not None else None
+        described, tokens = facts.get("pooling"), facts.get("rerank_tokens")
+        self.pooling = msgspec.convert(described, PoolingFacts) if described is not None else None
         self._tokens = msgspec.convert(tokens, RerankTokens) if tokens is not None else None
         self._engine_client = engine_client
         self._texts = TextEncoder(

@@ -32,7 +32,7 @@ class DeltaStream:
         self.id = request_id
         self.rid = rid
         self.tenant = tenant
-        """To whom the name `rid` belongs."""
+        """The tenant that the name `rid` belongs to."""
         self.index = index
         """Which of the request's `n` answers this is."""
         self.prompt = prompt

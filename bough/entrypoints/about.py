@@ -43,7 +43,7 @@ def _load(service: Service, number: int, info: Json) -> Json:
     running = info["running"] + info["prefilling"]
     waiting = info["queued"] + info["compiling"]
     most = int(service.served.facts["max_running_requests"])
-    counters, told = info["counters"], service.telemetry.readings(service.beat(), up=True)
+    counters, metrics_now = info["counters"], service.telemetry.readings(service.beat(), up=True)
     return {
         "dp_rank": number,
         "num_running_reqs": running,
@@ -58,12 +58,12 @@ def _load(service: Service, number: int, info: Json) -> Json:
         "max_running_requests": most,
         "paused": info["paused"],
         "num_cached_tokens": pages["evictable"] * pages["page_size"],
-        "gen_throughput": round(told.get("gen_throughput", 0.0), 2),
-        "prompt_throughput": round(told.get("prompt_throughput", 0.0), 2),
+        "gen_throughput": round(metrics_now.get("gen_throughput", 0.0), 2),
+        "prompt_throughput": round(metrics_now.get("prompt_throughput", 0.0), 2),
         "decode_step_seconds": info["decode_step_ms"] / 1e3,
         "speculative": {
-            "accept_length": round(told.get("spec_accept_length", 0.0), 3),
-            "accept_rate": round(told.get("spec_accept_rate", 0.0), 3),
+            "accept_length": round(metrics_now.get("spec_accept_length", 0.0), 3),
+            "accept_rate": round(metrics_now.get("spec_accept_rate", 0.0), 3),
             "draft_tokens": counters["draft_tokens"],
             "accepted_tokens": counters["accepted_tokens"],
             "accepted_by_position": counters["accepted_at"],
@@ -83,7 +83,7 @@ def _load(service: Service, number: int, info: Json) -> Json:
             **{name: info[name] for name in ("queued", "compiling", "prefilling", "running", "leaving")},
             "admitted": admission.requests,
             "admitted_waiting_tokens": admission.waiting_tokens,
-            "refused": int(told.get("refused_requests_total", 0)),
+            "refused": int(metrics_now.get("refused_requests_total", 0)),
         },
     }
 

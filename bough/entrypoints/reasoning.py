@@ -21,7 +21,7 @@ def chat_opens(
     prompt: str | Sequence[int], served: ServedModel, *, continued: str = "", switched_off: bool = False
 ) -> bool:
     """Whether the answer to a chat begins inside a reasoning section. `continued`: what the client wrote of the answer
-    already. `switched_off`: it told the template not to reason."""
+    already. `switched_off`: it asked the template for no reasoning."""
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
     return chat_opens_reasoning(text, served.reasoning_parser, continued=continued, switched_off=switched_off)

@@ -145,7 +145,7 @@ def how_it_ended(dead: Child) -> BoughError:
     if -code == signal.SIGKILL:
         return BoughError(
             what=f"{name} was killed (SIGKILL)",
-            why="somebody killed it, or the system ran out of memory (see `dmesg`)",
+            why="a user or a program killed it, or the system ran out of memory (see `dmesg`)",
             fix="if memory was short, use a smaller --mem-fraction-static, --context-length or model",
         )
     stack = ""

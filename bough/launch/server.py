@@ -164,7 +164,7 @@ class ServerProcesses:
         Raises the error that start-up failed with.
         """
         give_up_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        told: tuple[str, str, float] | None = None
+        reported: tuple[str, str, float] | None = None
         while True:
             error = self.failed()
             if error is not None:
@@ -173,9 +173,9 @@ class ServerProcesses:
                 raise Unavailable(what="the server was stopped before it was ready")
             status = self._status()
             news = (status.phase, status.detail, status.progress)
-            if progress is not None and news != told and status.phase != "failed":
+            if progress is not None and news != reported and status.phase != "failed":
                 progress(status)
-            told = news
+            reported = news
             if status.phase == "ready":
                 break
             if time.monotonic() > give_up_s:
@@ -465,7 +465,7 @@ class ServerProcesses:
                 child.process.wait()
 
     def _fail(self, dead: Child | None) -> None:
-        """A process of ours has died, or the group of machines is broken: find the cause, tell everybody, end the others."""
+        """A process of ours has died, or the group of machines is broken: find the cause, report it, end the others."""
         self._stopping.wait(self._settle_s(dead))
         error = self._ended_because or find_cause(dead, self._children, self._group)
         if self._group is not None:

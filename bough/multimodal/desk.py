@@ -119,7 +119,7 @@ class Desk:
         return self._cache
 
     def check(self, inputs: Sequence[MediaInput]) -> None:
-        """What can be told without looking at the media. Raises `InvalidRequest`."""
+        """What can be said without looking at the media. Raises `InvalidRequest`."""
         for kind, count in Counter(each.kind for each in inputs).items():
             param = next(each.param for each in inputs if each.kind == kind)
             if kind not in self.processor.kinds:

@@ -74,18 +74,18 @@ async def _one_hop(at: WebAddress, allowed: AllowList, most_bytes: int, resolve:
     where = httpcore.URL(scheme=at.scheme, host=at.host, port=at.port, target=at.target)
     headers = [("accept", "image/*, video/*, audio/*"), ("accept-encoding", "identity"), ("user-agent", "bough")]
     async with pool, pool.stream("GET", where, headers=headers) as response:
-        told = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-        if response.status in _MOVED and b"location" in told:
-            return at.moved(told[b"location"])
+        by_name = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+        if response.status in _MOVED and b"location" in by_name:
+            return at.moved(by_name[b"location"])
         if response.status != 200:
             raise MediaUnreachable(
                 what="this URL can't be fetched", why=f"its server answered {response.status}", fix="check it"
             )
-        if told.get(b"content-encoding", "identity") != "identity":
+        if by_name.get(b"content-encoding", "identity") != "identity":
             raise MediaUnreachable(
                 what="this URL can't be fetched", why="its server packs what it sends", fix="check it"
             )
-        said = told.get(b"content-length", "0")
+        said = by_name.get(b"content-length", "0")
         if said.isdigit() and len(said) < 20 and int(said) > most_bytes:
             raise too_many_bytes(most_bytes)
         body = bytearray()

@@ -23,8 +23,8 @@ def json_line(process: str, message: str, **fields: object) -> str:
     """A log line with `message`."""
     now = time.time()
     clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-    told = {"time": clock, "level": "info", "process": process, "logger": "stderr", "message": message, **fields}
-    return json.dumps(told, ensure_ascii=False, default=str)
+    record = {"time": clock, "level": "info", "process": process, "logger": "stderr", "message": message, **fields}
+    return json.dumps(record, ensure_ascii=False, default=str)
 
 
 def as_json(process: str, line: bytes) -> bytes:

@@ -151,12 +151,12 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def _send(mouth: socket.socket, directory: Path, switch: Switch) -> int:
     """Returns the number of processes that it was sent to."""
-    told = 0
+    count = 0
     for path in directory.glob("l[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             mouth.sendto(msgspec.json.encode(switch), socket.MSG_DONTWAIT, str(path))
-            told += 1
-    return told
+            count += 1
+    return count
 
 
 def _heard(mouth: socket.socket, waiting: int) -> set[str]:

@@ -78,19 +78,19 @@ class Trace:
         }
 
     def _answer(self, part: AnswerTimes) -> dict[str, Any]:
-        told: dict[str, Any] = {"rid": part.rid, "prompt_tokens": part.prompt_tokens}
+        fields: dict[str, Any] = {"rid": part.rid, "prompt_tokens": part.prompt_tokens}
         if part.end is not None:
-            told |= {
+            fields |= {
                 "finish_reason": part.end.reason,
                 "completion_tokens": part.end.completion_tokens,
                 "cached_tokens": part.end.cached_tokens,
                 "retractions": part.end.retractions,
             }
-        told["spans"] = [
+        fields["spans"] = [
             {"name": span.name, "start_ms": _ms(span.start_s - self.arrived_s), "ms": _ms(span.seconds), **span.detail}
             for span in part.spans(self.arrived_s)
         ]
-        return told
+        return fields
 
     def server_timing(self) -> str:
         """The timeline as a Server-Timing header, summed over answers; browsers draw it."""

@@ -57,7 +57,7 @@ class JsonCalls:
 
     def step(self, cursor: Cursor) -> bool:
         more = self._state(cursor)
-        if self._told:  # the rest of the object of a call that was sent is never content
+        if self._sent:  # the rest of the object of a call that was sent is never content
             self._calls.settled = True
         return more
 
@@ -65,7 +65,7 @@ class JsonCalls:
         self._name: str | None = None
         self._id: str | None = None
         self._early: str | None = None
-        self._told = False
+        self._sent = False
         self._depth = 0
         self._key = ""
 
@@ -76,7 +76,7 @@ class JsonCalls:
 
     def _broken(self) -> bool:
         """After a call that was sent, text that does not fit ends the body; before one, there was no body."""
-        self.status = Status.DONE if self._told else Status.BROKEN
+        self.status = Status.DONE if self._sent else Status.BROKEN
         return True
 
     # -- the list --------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class JsonCalls:
             cursor.pos += 1
             self._reset()
             self._state = self._pair
-        elif char == "]" and self._told:  # behind a trailing comma
+        elif char == "]" and self._sent:  # behind a trailing comma
             cursor.pos += 1
             self.status = Status.DONE
         else:
@@ -165,7 +165,7 @@ class JsonCalls:
         char, key, keys = cursor.text[cursor.pos], self._key, self._keys
         self._new_value()
         self._state = self._skip
-        if keys.is_name_the_key and not self._told:
+        if keys.is_name_the_key and not self._sent:
             if not key.strip() or len(key) > MAX_NAME or char not in "{n":
                 return self._broken()
             self._name, key = key.strip(), keys.arguments[0]
@@ -173,12 +173,12 @@ class JsonCalls:
             cursor.pos += 1
             self._depth = 1
             self._state = self._pair
-        elif key in keys.arguments and not self._told and self._early is None:
+        elif key in keys.arguments and not self._sent and self._early is None:
             if char == "{":
                 self._state = self._arguments
                 if self._name is not None:
                     self._calls.begin(self._name, self._id)
-                    self._told = True
+                    self._sent = True
                 else:
                     self._early = ""
             elif char in '"nN':
@@ -187,7 +187,7 @@ class JsonCalls:
                 return self._broken()
         elif char == '"' and self._name is None and (key in keys.name or key in keys.nested):
             self._state = self._read_name
-        elif char == '"' and key in keys.id and not self._told:
+        elif char == '"' and key in keys.id and not self._sent:
             self._state = self._read_id
         return True
 
@@ -200,7 +200,7 @@ class JsonCalls:
         self._name = text.strip()
         if self._early is not None:
             self._calls.whole(self._name, self._early, self._id)
-            self._told = True
+            self._sent = True
         self._state = self._comma
         return True
 
@@ -214,18 +214,18 @@ class JsonCalls:
     def _arguments(self, cursor: Cursor) -> bool:
         cursor.pos = self._stream.consume(cursor.text, cursor.pos)
         delta = self._stream.take()
-        if self._told:
+        if self._sent:
             self._calls.arguments(delta)
         else:
             self._pieces.append(delta)
         if self._stream.failed:
-            if self._told:
+            if self._sent:
                 self._calls.cut()
                 self.spill = self._stream.pending()
             return self._broken()
         if not self._stream.done:
             return False
-        if self._told:
+        if self._sent:
             self._calls.end()
         else:
             self._early = "".join(self._pieces)
@@ -247,7 +247,7 @@ class JsonCalls:
         self._early = arguments
         if self._name is not None:
             self._calls.whole(self._name, arguments, self._id)
-            self._told = True
+            self._sent = True
         self._state = self._comma
         return True
 
@@ -279,11 +279,11 @@ class JsonCalls:
             self._depth = 0
             self._state = self._comma
             return True
-        if not self._told:
+        if not self._sent:
             if self._name is None or self._keys.arguments_required:
                 return self._broken()
             self._calls.whole(self._name, "{}", self._id)
-            self._told = True
+            self._sent = True
         self._calls.settled = True
         if self._in_list:
             self._state = self._between

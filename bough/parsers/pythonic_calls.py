@@ -37,7 +37,7 @@ class PythonicCalls:
         self._types = types
         self._accept = accept
         self._name = ""
-        self._told = False
+        self._sent = False
         self._arguments: list[str] = []
         self._stack: list[str] = []
         self._quote = ""
@@ -148,7 +148,7 @@ class PythonicCalls:
         except NotLiteral:
             return self._broken()
         self._calls.whole(self._name, arguments)
-        self._told = True
+        self._sent = True
         self._state = self._between
         return True
 
@@ -212,7 +212,7 @@ class PythonicOrJsonCalls(PythonicCalls):
 
     def _read_name(self, cursor: Cursor) -> bool:
         cursor.skip_space()
-        if not self._told and not cursor.at_end() and cursor.text[cursor.pos] == "{":
+        if not self._sent and not cursor.at_end() and cursor.text[cursor.pos] == "{":
             self._json = JsonCalls(self._calls, in_list=True)
             return True
         return super()._read_name(cursor)

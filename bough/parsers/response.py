@@ -97,11 +97,11 @@ class ResponseParser:
             return events
         sink = EventSink()
         for event in events:
-            for told in self._tools.feed(event.text) if isinstance(event, Content) else [event]:
-                self._tell(told, sink)
-        for told in self._tools.finish() if last else []:
-            if not (self._calls_only and isinstance(told, Content)):
-                self._tell(told, sink)
+            for parsed in self._tools.feed(event.text) if isinstance(event, Content) else [event]:
+                self._tell(parsed, sink)
+        for parsed in self._tools.finish() if last else []:
+            if not (self._calls_only and isinstance(parsed, Content)):
+                self._tell(parsed, sink)
         return sink.take()
 
     def _tell(self, event: ParsedEvent, sink: EventSink) -> None:

@@ -28,8 +28,8 @@ _NO_PLACES = np.empty(0, np.int64)
 _NO_PAGES = np.empty(0, np.int32)
 
 HELD_WITH_STOPS = 16
-"""Tokens that are collected at most before they are sent, where a stop string may end the request: it runs so many steps too
-long at most, because the detokenizer finds the string."""
+"""Tokens that are collected at most before they are sent, where a stop string may end the request: it runs at
+most this many steps too long, because only the detokenizer finds the string."""
 
 
 class ChunkRow(Struct):

@@ -42,7 +42,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     for save in flight.saves:  # the step was not launched
         give_up_state(cache, save)
     if step.media is not None:
-        # Whether the device has them is anybody's guess.
+        # It is not known whether the device has them.
         queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN
         queues.slots.media_len[step.media.fixed_slots] = UNKNOWN_LENGTH
     out_of_memory = is_out_of_memory(error)

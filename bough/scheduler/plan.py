@@ -66,11 +66,15 @@ class StepPlan(Struct):
 def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     """Chooses the next step: rows that decode first, as far as there is memory for their tokens, then prompts.
 
+    Memory is counted in columns for rows and in pages for the pool: a column is the same tokens in all lines, one page in
+    each. `cache.num_available` are pages that are free or hold cached prefixes that no row reads, which `commit` evicts.
+
     1. Every running row decodes one token (`_plan_decodes`), with drafts if a drafter offers some. If there are not enough
        pages, the youngest rows are retracted; then the step has no prompts, because their memory is needed.
     2. Prompts get what is left of the step's tokens and pages, bounded so that rows which decode keep their time per token
-       (`prefill_budget`). Slow prompts get a smaller part (`_slow_tokens`): they may take `part_ms` of each step on average,
-       and what they took beyond that is carried to the next steps as `owed_ms`.
+       (`prefill_budget`). Slow prompts, which would take more than a second by themselves, get a smaller part
+       (`_slow_tokens`): they may take `part_ms` of each step on average, and what they took beyond that is carried to the
+       next steps as `owed_ms`.
     3. `plan_prefill` shares the budget among prompts under way and waiting requests. If it preempts rows for a more urgent
        request, they leave this step (`_take_out`); their memory is free in the next one.
     4. If nothing can run and nothing in flight will free memory, one row is retracted, so that the others get on.

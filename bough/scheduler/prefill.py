@@ -308,7 +308,7 @@ class _Sharing:
         if self.tokens <= 0 or not len(queues.waiting):
             return
         slots_left = min(limits.max_running - queues.num_live, queues.slots.num_free) - len(self.admitted)
-        if slots_left <= 0 and not limits.priority:
+        if slots_left <= 0 and not limits.priority:  # with priorities, a request may still take the place of a row
             return
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         search = _Search(slots_left, ratio, self._reserved())
@@ -322,7 +322,7 @@ class _Sharing:
                 continue
             if not self._fits(candidate, search):
                 return
-            candidate.lengthen(self.cache)
+            candidate.lengthen(self.cache)  # only now: a match within a page costs a search, and takes no more memory
             if not self._is_overtaken(candidate, search) and self._give_first(candidate):
                 search.slots_left -= 1
 

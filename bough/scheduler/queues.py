@@ -64,7 +64,7 @@ class Job(Struct, kw_only=True, eq=False):
     may_draft: bool = False
     """Several of its tokens may come at once."""
     is_watched: bool = False
-    """Somebody sees its tokens arrive: they are sent on before its end, and not only to look for a stop string."""
+    """Its tokens are streamed to a client: they are sent before its end, and not only to look for a stop string."""
     scored_to: int = 0
     """Next prompt token to be scored, if prompt log-probabilities are wanted."""
     prompt_scores: TokenLogprobs | None = None

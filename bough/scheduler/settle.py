@@ -40,9 +40,10 @@ def settle(
 ) -> None:
     """Applies the outcome of the oldest step in flight: appends its tokens, ends rows, frees memory.
 
-    Steps settle in the order in which they were launched. Rows that have ended since the launch are ignored: what the step
-    computed for them is dropped. `tell` is called as soon as tokens and ends are in `queues.mail`, before memory is freed,
-    so that clients do not wait for the bookkeeping.
+    `flight` is the step as it was committed, with the slot of each of its rows (`flight.where`); the outcome has a count of
+    tokens and the tokens of each row. Steps settle in the order in which they were launched. Rows that have ended since the
+    launch are ignored: what the step computed for them is dropped. `tell` is called as soon as tokens and ends are in
+    `queues.mail`, before memory is freed, so that clients do not wait for the bookkeeping.
     """
     step = flight.step
     live = _live_rows(flight, queues)
@@ -65,7 +66,7 @@ def settle(
         _learn(flight, outcome, queues, queues.drafter, live)
     _free_ended(queues, cache, ended)
     # A decode row that yields nothing stays as it was and decodes again. A prompt's last chunk must yield a token.
-    for row in (due > yields).nonzero()[0].tolist():
+    for row in (due & ~yields).nonzero()[0].tolist():
         if row >= step.num_decodes:
             errors.setdefault(row, _unusable("the step yielded nothing for it"))
     for row, error in errors.items():
@@ -87,7 +88,7 @@ def _live_rows(flight: Flight, queues: Queues) -> Bool:
 def _settle_drafts(flight: Flight, outcome: Outcome, queues: Queues, live: Bool, due: Bool, yields: Bool) -> None:
     """Applies how many drafts were accepted: bounds of the rows' lengths, forced tokens, counters, proposals."""
     step = flight.step
-    idle = due[: step.num_decodes] > yields[: step.num_decodes]
+    idle = due[: step.num_decodes] & ~yields[: step.num_decodes]  # they were to yield a token and did not
     if len(step.drafts) or np.count_nonzero(idle):
         _tighten_bounds(flight, outcome, queues, live)
         if queues.gates:

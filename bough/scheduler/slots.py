@@ -79,7 +79,7 @@ class SlotTable:
         self.hold: I32 = np.ones(n, np.int32)
         """Output tokens to gather before sending them on."""
         self.watched: Bool = np.zeros(n, np.bool_)
-        """Somebody sees its tokens arrive."""
+        """Its tokens are streamed to a client."""
         self.pinned: Bool = np.zeros(n, np.bool_)
         """Retracted too often: its memory is reserved to the end, and it is not retracted again."""
         self.turn: I32 = np.zeros(n, np.int32)

@@ -170,10 +170,10 @@ class BatchRunner:
 
     async def _answer_all(self, batch: BatchRecord, source: Path) -> None:
         done = {
-            *_told(self._batches.part(batch, "out")),
-            *_told(self._batches.part(batch, "err")),
+            *_custom_ids(self._batches.part(batch, "out")),
+            *_custom_ids(self._batches.part(batch, "err")),
         }
-        batch.completed = sum(1 for _ in _told(self._batches.part(batch, "out")))
+        batch.completed = sum(1 for _ in _custom_ids(self._batches.part(batch, "out")))
         batch.failed = len(done) - batch.completed
         batch.usage = _spent(self._batches.part(batch, "out"))
         running: set[asyncio.Task[None]] = set()
@@ -239,7 +239,7 @@ class BatchRunner:
     def _finalize(self, batch: BatchRecord, source: Path) -> None:
         cancelled, expired = self._batches.is_cancelling(batch), time.time() > batch.expires_at
         out, err = self._batches.part(batch, "out"), self._batches.part(batch, "err")
-        done = {*_told(out), *_told(err)} if out.exists() or err.exists() else set()
+        done = {*_custom_ids(out), *_custom_ids(err)} if out.exists() or err.exists() else set()
         if batch.output_file_id is None and batch.error_file_id is None and len(done) < batch.total:
             self._tell_undone(source, err, done, "batch_cancelled" if cancelled else "batch_expired")
         if batch.output_file_id is None and out.exists() and out.stat().st_size:
@@ -282,7 +282,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, raw
 
 
-def _told(path: Path) -> Iterator[str]:
+def _custom_ids(path: Path) -> Iterator[str]:
     """Ids of the answers in a part file. A line that a crash cut short is cut off."""
     with contextlib.suppress(FileNotFoundError):
         size = path.stat().st_size

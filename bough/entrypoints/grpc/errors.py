@@ -35,13 +35,13 @@ def shown(error: Exception) -> BoughError:
 
 async def refuse(context: Any, error: Exception, *, path: str = "") -> NoReturn:
     """Ends the call with the error's status. `path`: the JSON route that was called, whose words are used then."""
-    told = shown(error)
-    message, param = in_words(told, path)
-    trailing = [("bough-code", told.code or told.type)]
+    public = shown(error)
+    message, param = in_words(public, path)
+    trailing = [("bough-code", public.code or public.type)]
     if param:
         trailing.append(("bough-param", "".join(each for each in param if " " <= each <= "~")[:200]))
-    if isinstance(told, Overloaded):
-        trailing.append(("retry-after", str(told.retry_after_s)))
+    if isinstance(public, Overloaded):
+        trailing.append(("retry-after", str(public.retry_after_s)))
     context.set_trailing_metadata(tuple(trailing))
-    await context.abort(_CODES.get(told.status, grpc.StatusCode.INTERNAL), message)
+    await context.abort(_CODES.get(public.status, grpc.StatusCode.INTERNAL), message)
     raise AssertionError("abort raises")

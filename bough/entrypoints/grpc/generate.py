@@ -100,7 +100,7 @@ class Exchange:
                 what=f"{rid[:60]!r} is under way"
                 if rid in self._tasks
                 else f"{len(self._tasks)} requests are under way",
-                why="answers are told apart by rid" if rid in self._tasks else f"at most {_MOST_AT_ONCE} are taken",
+                why="answers are distinguished by rid" if rid in self._tasks else f"at most {_MOST_AT_ONCE} are taken",
                 fix="wait for answers, or choose another rid",
                 param="rid",
             )
@@ -114,8 +114,8 @@ class Exchange:
         """Puts every piece of news; a failure is news too, and so is an abort by the client."""
         try:
             request = make_request(self._service, message, self._context)
-            async with contextlib.aclosing(answers(self._service, request)) as told:
-                async for answer in told:
+            async with contextlib.aclosing(answers(self._service, request)) as replies:
+                async for answer in replies:
                     await self._news.put(answer)
         except asyncio.CancelledError:
             if self._closing:

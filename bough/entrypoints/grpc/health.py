@@ -30,12 +30,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=self._status())
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        told = None
+        sent = None
         while True:
             status = self._status() if request.service in self._names else _UNKNOWN
-            if status != told:
+            if status != sent:
                 yield health_pb2.HealthCheckResponse(status=status)
-                told = status
+                sent = status
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _status(self) -> Any:

@@ -36,6 +36,6 @@ class Passing:
             headers.append((b"x-deadline-ms", f"{max(1.0, min(remaining, 86_400.0) * 1e3):.0f}".encode()))
         caller = caller_of(metadata, self._keyring)
         work = answers(handler, message.path, message.json.encode(), headers=headers, caller=caller)
-        async with contextlib.aclosing(work) as told:
-            async for each in told:
+        async with contextlib.aclosing(work) as replies:
+            async for each in replies:
                 yield pb.CallResponse(json=each)

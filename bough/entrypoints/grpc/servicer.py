@@ -34,8 +34,8 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         try:
             job = make_request(self._service, request, context)
-            async with contextlib.aclosing(answers(self._service, job)) as told:
-                async for answer in told:
+            async with contextlib.aclosing(answers(self._service, job)) as replies:
+                async for answer in replies:
                     yield answer
         except Exception as error:
             await refuse(context, error)
@@ -43,14 +43,14 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
     async def GenerateMany(
         self, commands: AsyncIterator[pb.GenerateCommand], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        async with contextlib.aclosing(Exchange(self._service, context).run(commands)) as told:
-            async for answer in told:
+        async with contextlib.aclosing(Exchange(self._service, context).run(commands)) as replies:
+            async for answer in replies:
                 yield answer
 
     async def Call(self, request: pb.CallRequest, context: Any) -> AsyncIterator[pb.CallResponse]:
         try:
-            async with contextlib.aclosing(self._passing.call(request, context)) as told:
-                async for answer in told:
+            async with contextlib.aclosing(self._passing.call(request, context)) as replies:
+                async for answer in replies:
                     yield answer
         except Exception as error:
             await refuse(context, error, path=request.path)
@@ -70,8 +70,8 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
         try:
             facts = self._pooler.needs("classify")
             found = await self._pooler.classify([_input(request)], self._pool_options(request, context))
-            told = labelled(found[0].values.tolist(), facts)
-            return pb.ClassifyResponse(label=told["label"], probs=told["probs"], prompt_tokens=found[0].prompt_tokens)
+            label = labelled(found[0].values.tolist(), facts)
+            return pb.ClassifyResponse(label=label["label"], probs=label["probs"], prompt_tokens=found[0].prompt_tokens)
         except Exception as error:
             await refuse(context, error)
 
@@ -151,10 +151,10 @@ class BoughServicer(bough_pb2_grpc.BoughServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
         try:
-            told = await loads(self._service)
+            state = await loads(self._service)
             names = pb.Load.DESCRIPTOR.fields_by_name
             return pb.GetLoadsResponse(
-                loads=[pb.Load(**{name: row[name] for name in names if name in row}) for row in told["loads"]]
+                loads=[pb.Load(**{name: row[name] for name in names if name in row}) for row in state["loads"]]
             )
         except Exception as error:
             await refuse(context, error)

@@ -48,8 +48,8 @@ def configure_logging(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         asked = await _optional(request, LoggingRequest, service)
         processes = await service.switch_logging(asked)
-        told = {"log_level": log_level(), "log_requests": service.log_requests, "processes": processes}
-        return json_reply({"success": True, **told})
+        reply = {"log_level": log_level(), "log_requests": service.log_requests, "processes": processes}
+        return json_reply({"success": True, **reply})
 
     return handle
 
@@ -65,8 +65,8 @@ def record_experts(action: Literal["start", "stop", "dump"], service: Service) -
                 why="expert_distribution_recorder_mode is none",
                 fix="start the server with --expert-distribution-recorder-mode stat, or --eplb",
             )
-        told = await service.engine_client.call(lambda call: ExpertRecord(call, action))
-        return json_reply({"success": True, **told})
+        reply = await service.engine_client.call(lambda call: ExpertRecord(call, action))
+        return json_reply({"success": True, **reply})
 
     return handle
 
@@ -88,8 +88,8 @@ def set_internal_state(service: Service) -> Handler:
             )
         switch = as_kind(asked.server_args, LoggingRequest, strict=True).value
         await service.switch_logging(switch)
-        told = {"log_level": log_level(), "log_requests": service.log_requests}
-        return json_reply({"updated": True, "server_args": told})
+        reply = {"log_level": log_level(), "log_requests": service.log_requests}
+        return json_reply({"updated": True, "server_args": reply})
 
     return handle
 

@@ -48,15 +48,15 @@ def add_corpus(service: Service) -> Handler:
         asked = body.value
         _check_drafting(service)
         chunks = await _token_chunks(asked, service)
-        told: dict[str, int] = {}
+        reply: dict[str, int] = {}
         parts = list(_parts(chunks))
         for number, part in enumerate(parts, 1):
             is_first, goes_on = number == 1, number < len(parts)
-            told = await _call(
+            reply = await _call(
                 service, "add", asked.corpus_id, tokens=pack_ids(part), is_first=is_first, goes_on=goes_on
             )
         answer = {"success": True, "corpus_id": asked.corpus_id, "message": ""}
-        return json_reply({**answer, "loaded_token_count": told[asked.corpus_id]}, headers=body.headers())
+        return json_reply({**answer, "loaded_token_count": reply[asked.corpus_id]}, headers=body.headers())
 
     return handle
 
@@ -100,10 +100,10 @@ async def _call(
     goes_on: bool = False,
 ) -> dict[str, int]:
     """Returns tokens by corpus; all replicas have the same."""
-    told = await service.engine_client.call(
+    reply = await service.engine_client.call(
         lambda call: Corpus(call=call, action=action, corpus_id=name, tokens=tokens, is_first=is_first, goes_on=goes_on)
     )
-    return dict(told.get("corpora", []))
+    return dict(reply.get("corpora", []))
 
 
 async def _token_chunks(asked: AddCorpusRequest, service: Service) -> list[Ids]:

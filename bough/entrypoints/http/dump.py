@@ -78,7 +78,7 @@ class DumpFiles:
         self._name = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{name}-{os.getpid()}"
         self._file_bytes = file_bytes
         self._number = 0
-        self._told = False
+        self._warned = False
         """That the disk takes nothing."""
         self._waiting: queue.Queue[Recorded | None] = queue.Queue(_MOST_WAITING)
         try:
@@ -121,8 +121,8 @@ class DumpFiles:
                 self._append(_encode(line) + b"\n")
             except OSError as error:
                 self.dropped += 1
-                if not self._told:
-                    self._told = True
+                if not self._warned:
+                    self._warned = True
                     _log.error("requests are not being dumped: %s", error)
         os.close(self._file)
 
@@ -140,7 +140,7 @@ class DumpFiles:
             os.ftruncate(self._file, self._size)
             raise
         self._size += len(data)
-        self._told = False
+        self._warned = False
 
 
 class Dump:

@@ -75,22 +75,22 @@ def loads(service: Service) -> Handler:
                 fix="send a valid one",
                 param="include" if unknown else "format",
             )
-        told = await about.loads(service)
+        body = await about.loads(service)
         rank = request.query_params.get("dp_rank")
-        _check_rank(rank, [load["dp_rank"] for load in told["loads"]])
+        _check_rank(rank, [load["dp_rank"] for load in body["loads"]])
         if rank is not None:
-            told["loads"] = [load for load in told["loads"] if str(load["dp_rank"]) == rank]
-        for load in told["loads"]:
+            body["loads"] = [load for load in body["loads"] if str(load["dp_rank"]) == rank]
+        for load in body["loads"]:
             for section in ("memory", "queues"):
                 if not wanted & {section, "all"}:
                     del load[section]
         if "requests" in wanted:
-            told["requests"] = await _requests(service, request)
+            body["requests"] = await _requests(service, request)
         if form == "json":
-            return json_reply(told)
+            return json_reply(body)
         lines = [
             f'bough:load_{name}{{dp_rank="{load["dp_rank"]}"}} {float(value):g}'
-            for load in told["loads"]
+            for load in body["loads"]
             for name, value in load.items()
             if isinstance(value, int | float) and name != "dp_rank"
         ]
@@ -103,7 +103,7 @@ def get_load(service: Service) -> Handler:
     """GET /get_load: the same as a list, with the names that older clients of SGLang's read."""
 
     async def handle(request: Request) -> Response:
-        told = await about.loads(service)
+        body = await about.loads(service)
         return json_reply(
             [
                 {
@@ -111,7 +111,7 @@ def get_load(service: Service) -> Handler:
                     "num_reqs": load["num_total_reqs"],
                     "num_tokens": load["num_used_tokens"] + load["num_waiting_tokens"],
                 }
-                for load in told["loads"]
+                for load in body["loads"]
             ]
         )
 
@@ -151,7 +151,7 @@ async def _requests(service: Service, request: Request) -> object:
 
 
 def _verdict(good: bool, why: str, degraded: Mapping[str, str] | None = None) -> Response:
-    told: dict[str, object] = {"status": "ok" if good else "unavailable", "why": why}
+    body: dict[str, object] = {"status": "ok" if good else "unavailable", "why": why}
     if degraded:
-        told["degraded"] = degraded
-    return json_reply(told, status=200 if good else 503)
+        body["degraded"] = degraded
+    return json_reply(body, status=200 if good else 503)

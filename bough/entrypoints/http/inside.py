@@ -47,9 +47,9 @@ async def answers(
             rest += piece
             streams = streams or rest.startswith((b"data:", b"event:", b":"))
             *whole, rest = rest.split(b"\n\n") if streams else [rest]
-            for told in map(_data, whole):
-                if told:
-                    yield told
+            for payload in map(_data, whole):
+                if payload:
+                    yield payload
         await running
         if rest:
             yield rest.decode()
@@ -88,5 +88,5 @@ async def _run(handler: Handler, scope: Message, body: bytes, pieces: asyncio.Qu
 def _data(event: bytes) -> str:
     """The JSON of an event; nothing for comments and for the mark of the end."""
     lines = [line.removeprefix(b"data:").strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-    told = b"\n".join(lines).decode()
-    return "" if told == "[DONE]" else told
+    payload = b"\n".join(lines).decode()
+    return "" if payload == "[DONE]" else payload

@@ -326,9 +326,9 @@ async def _events(service: Service, batch: NativeBatch) -> Events:
     for each in batch.requests:
         first.append(first[-1] + each.sampling.n)
     async with contextlib.aclosing(service.run(batch.requests)) as news:
-        async for told in news:
-            at, stream, _ = told
-            answer = _render(service, batch, renderers, told, incremental=incremental)
+        async for item in news:
+            at, stream, _ = item
+            answer = _render(service, batch, renderers, item, incremental=incremental)
             if not batch.one_answer:
                 answer["index"] = first[at] + stream.index
             yield event(answer)

@@ -82,14 +82,14 @@ class Peers:
         reader, writer = await self._connect(worker)
         try:
             writer.writelines([_head(request, len(body), method, path), body])
-            told = False
+            has_head = False
             while not answer.complete:
                 data = await reader.read(_READ_BYTES)
                 if not data:
                     raise _gone(worker)
                 answer.parser.feed_data(data)
-                if answer.head is not None and not told:
-                    told = True
+                if answer.head is not None and not has_head:
+                    has_head = True
                     yield answer.head
                 for piece in answer.taken():
                     yield piece
@@ -104,8 +104,8 @@ class Peers:
         """What a worker answers to a GET of the same client; None, if it is no 200."""
         pieces: list[bytes] = []
         status = 0
-        async with contextlib.aclosing(self.exchange(worker, request, b"", method="GET", path=path)) as told:
-            async for each in told:
+        async with contextlib.aclosing(self.exchange(worker, request, b"", method="GET", path=path)) as replies:
+            async for each in replies:
                 if isinstance(each, ResponseHead):
                     status = each.status
                 else:
@@ -135,8 +135,8 @@ class PassedOn(Response):
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         try:
-            async with contextlib.aclosing(self._exchange) as told:
-                async for each in told:
+            async with contextlib.aclosing(self._exchange) as replies:
+                async for each in replies:
                     if isinstance(each, ResponseHead):
                         begun = True
                         headers = [pair for pair in each.headers if pair[0] not in _OF_THE_CONNECTION]
@@ -161,9 +161,9 @@ class PeerDoor:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        told = dict(scope["headers"]).get(CALLER_HEADER, b"")
+        caller = dict(scope["headers"]).get(CALLER_HEADER, b"")
         try:
-            scope[CALLER] = msgspec.json.decode(told, type=Caller)
+            scope[CALLER] = msgspec.json.decode(caller, type=Caller)
         except msgspec.MsgspecError:
             nobody = Forbidden(
                 what="no API worker sent this", why="it does not say for whom", fix="use the server's port"

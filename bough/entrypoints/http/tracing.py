@@ -66,9 +66,9 @@ class _Told:
 
     def _headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(b"server-timing", self._trace.server_timing().encode())]
-        told = _encode(self._trace.as_json())
-        if len(told) <= _MOST_HEADER_BYTES:
-            headers.append((b"x-trace", told))
+        encoded = _encode(self._trace.as_json())
+        if len(encoded) <= _MOST_HEADER_BYTES:
+            headers.append((b"x-trace", encoded))
         return headers
 
 

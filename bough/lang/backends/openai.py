@@ -39,10 +39,10 @@ class TokenUsage:
 
     def add(self, meta: object) -> None:
         """Adds what a generation's `meta_info` (or a list of them, one an answer to the same prompt) says."""
-        told = meta[0] if isinstance(meta, list) and meta else meta
-        if isinstance(told, dict):
-            self.prompt_tokens += told.get("prompt_tokens", 0)
-            self.completion_tokens += told.get("completion_tokens", 0)
+        usage = meta[0] if isinstance(meta, list) and meta else meta
+        if isinstance(usage, dict):
+            self.prompt_tokens += usage.get("prompt_tokens", 0)
+            self.completion_tokens += usage.get("completion_tokens", 0)
 
 
 class OpenAI(Backend):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from bough.config.concerns import SpeculativeAlgorithm, SpeculativeConfig
+from bough.config.draft_defaults import DRAFT_DEFAULTS, DraftDefault
 from bough.config.server_args import ServerArgs, load_config
-from bough.config.speculation import drafts_of_row, drafts_of_step
+from bough.config.speculation import draft_numbers, draft_tokens, drafts_of_row, drafts_of_step
 from bough.core.errors import ConfigError
 
 
@@ -121,3 +125,40 @@ def test_drafts_of_a_row_and_of_a_step() -> None:
     assert drafts_of_step(config.speculative, "cpu", 8) == 24
     assert drafts_of_step(config.speculative, "cpu", 10_000) == 128
     assert drafts_of_row(load_config({}, environ={}).config.speculative) == 0
+
+
+def row_of(entry: DraftDefault) -> str:
+    """As docs/speculative_decoding.md shows it."""
+    algorithms = ", ".join(f"`{each}`" for each in sorted(entry.algorithms))
+    target = ", ".join(f"`{each}*`" for each in entry.architectures) or "any"
+    return f"| {algorithms} | {target} | {entry.steps} | {entry.topk} | {entry.tokens} | {entry.rests_on} |"
+
+
+def test_the_defaults_are_those_of_the_docs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "speculative_decoding.md").read_text()
+    missing = [row_of(entry) for entry in DRAFT_DEFAULTS if row_of(entry) not in page]
+    assert not missing, "put these rows into the table of docs/speculative_decoding.md:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "architecture", "steps"),
+    [
+        ("EAGLE3", "LlamaForCausalLM", 3),
+        ("EAGLE3", "SomethingElse", 4),
+        ("NEXTN", "DeepseekV3ForCausalLM", 3),
+        ("STANDALONE", "LlamaForCausalLM", 4),
+    ],
+)
+def test_numbers_left_open_are_those_of_the_target(
+    algorithm: SpeculativeAlgorithm, architecture: str, steps: int
+) -> None:
+    numbers = draft_numbers(SpeculativeConfig(speculative_algorithm=algorithm), None, architecture)
+    assert (numbers.steps, numbers.topk, numbers.tokens) == (steps, 1, steps + 1)
+    assert draft_numbers(SpeculativeConfig(speculative_algorithm=algorithm), 2, architecture).steps == 2, (
+        "a checkpoint's own"
+    )
+
+
+@pytest.mark.parametrize(("algorithm", "tokens"), [("NGRAM", 12), ("SUFFIX", 17)])
+def test_drafts_of_the_host_have_defaults_of_their_own(algorithm: SpeculativeAlgorithm, tokens: int) -> None:
+    assert draft_tokens(SpeculativeConfig(speculative_algorithm=algorithm))[0] == tokens

@@ -97,14 +97,14 @@ class MessageEvents:
             start = {**_head(self._form), "content": [], "stop_reason": None, "stop_sequence": None}
             start["usage"] = _usage(prompt_tokens, 0, 0)
             parts += [event("message_start", message=start), event("ping")]
-        for told in events_of(delta, self._form.chat):
-            parts += self._event(told)
+        for piece in events_of(delta, self._form.chat):
+            parts += self._event(piece)
         if delta.end is not None:
             parts += [*self._close(), *self._finish(delta.end)]
         return b"".join(parts)
 
-    def _event(self, told: ParsedEvent) -> list[bytes]:
-        match told:
+    def _event(self, piece: ParsedEvent) -> list[bytes]:
+        match piece:
             case Content(text):
                 opened = self._ensure("text", {"type": "text", "text": ""})
                 return [*opened, self._delta({"type": "text_delta", "text": text})]

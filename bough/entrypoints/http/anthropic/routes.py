@@ -73,6 +73,6 @@ async def _events(service: Service, job: Request, form: MessageForm) -> Events:
     events = MessageEvents(form)
     async with contextlib.aclosing(service.run([job])) as news:
         async for _, stream, delta in news:
-            told = events.add(delta, len(stream.prompt))
-            if told:
-                yield told
+            frames = events.add(delta, len(stream.prompt))
+            if frames:
+                yield frames

@@ -54,19 +54,19 @@ class OllamaAnswer:
             if delta.logprobs is not None and self._form.logprobs
             else None
         )
-        told: list[Json] = []
+        objects: list[Json] = []
         for each in events_of(delta, self._form):
             piece = self._event(each)
             if piece is not None:
-                told.append(self._object(piece))
+                objects.append(self._object(piece))
         if delta.end is not None:
             last = self._taken()
             if last is not None:
-                told.append(self._object(last))
-            told.append({**self._object({"content": ""}), "done": True, **self._ending(delta.end)})
-        if scores and told:
-            told[0]["logprobs"] = scores
-        return told
+                objects.append(self._object(last))
+            objects.append({**self._object({"content": ""}), "done": True, **self._ending(delta.end)})
+        if scores and objects:
+            objects[0]["logprobs"] = scores
+        return objects
 
     def whole(self, pieces: list[Json]) -> Json:
         """All objects of an answer as one."""
@@ -139,8 +139,8 @@ def loaded(kind: Kind, model: str, reason: str) -> Json:
     return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": reason}
 
 
-def line(told: Json) -> bytes:
-    return _encode(told) + b"\n"
+def line(item: Json) -> bytes:
+    return _encode(item) + b"\n"
 
 
 def error_line(error: BaseException, path: str) -> bytes:

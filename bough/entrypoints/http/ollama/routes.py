@@ -111,9 +111,9 @@ async def _whole(service: Service, job: Request, answer: OllamaAnswer) -> Json:
 async def _lines(service: Service, job: Request, answer: OllamaAnswer) -> Events:
     async with contextlib.aclosing(service.run([job])) as news:
         async for _, _, delta in news:
-            told = answer.add(delta)
-            if told:
-                yield b"".join(map(line, told))
+            objects = answer.add(delta)
+            if objects:
+                yield b"".join(map(line, objects))
 
 
 def _reason(asked: OllamaCommon) -> str:

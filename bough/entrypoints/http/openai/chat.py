@@ -137,7 +137,7 @@ def _continued(asked: ChatRequest) -> str:
 
 
 def _switched_off(asked: ChatRequest, served: ServedModel) -> bool:
-    """Whether the client told the model's template not to open a reasoning section."""
+    """Whether the client asked the model's template not to open a reasoning section."""
     if served.tokenizer is None or served.tokenizer.chat_template is None:
         return False
     template = served.tokenizer.chat_template

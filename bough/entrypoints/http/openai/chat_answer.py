@@ -210,15 +210,15 @@ class ChatChunks:
         if not self._begun[index]:
             self._begun[index] = True
             parts.append(self._first(index))
-        told = events_of(delta, self._form)
+        pieces = events_of(delta, self._form)
         logprobs = chat_logprobs(delta.logprobs, self._form.known) if self._form.logprobs else None
         token_ids = unpack_ids(delta.tokens).tolist() if self._form.token_ids and delta.tokens else None
         self._counts[index] += len(delta.tokens) // 4
         if logprobs is not None or token_ids is not None:
-            first = told[0] if told else Content("")
+            first = pieces[0] if pieces else Content("")
             parts.append(self._chunk(index, self._as_delta(index, first), logprobs=logprobs, token_ids=token_ids))
-            told = told[1:]
-        parts.extend(self._event(index, each) for each in told)
+            pieces = pieces[1:]
+        parts.extend(self._event(index, each) for each in pieces)
         if delta.end is not None:
             parts.append(self._finish(index, delta.end, delta.hidden_states))
         return b"".join(parts)

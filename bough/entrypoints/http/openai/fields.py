@@ -20,8 +20,8 @@ def bad_field(what: str, why: str, param: str) -> InvalidRequest:
 
 def bad_role(where: str, role: object, why: str) -> InvalidRequest:
     """The error for the message at `where`, whose role is unknown or missing."""
-    told = "missing" if role is None else repr(str(role)[:50])
-    return bad_field(f"{where}.role is {told}", why, f"{where}.role")
+    given = "missing" if role is None else repr(str(role)[:50])
+    return bad_field(f"{where}.role is {given}", why, f"{where}.role")
 
 
 def served_name(served: ServedModel, model: str | None) -> str:

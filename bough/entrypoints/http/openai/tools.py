@@ -134,7 +134,7 @@ def _check_names(tools: Sequence[Tool]) -> None:
         if name in seen:
             raise InvalidRequest(
                 what=f"two tools are called {name}",
-                why="a call could not be told from one of the other",
+                why="a call of one could not be distinguished from a call of the other",
                 fix="rename one of them",
                 param=f"tools[{at}].function.name",
             )

@@ -156,7 +156,7 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def usage(prompt_tokens: int, cached_tokens: int = 0, media_tokens: Mapping[str, int] | None = None) -> dict[str, Any]:
-    told: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
+    counts: dict[str, Any] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens, "completion_tokens": 0}
     details = {"cached_tokens": cached_tokens} if cached_tokens else {}
     details |= {f"{kind}_tokens": count for kind, count in (media_tokens or {}).items()}
-    return {**told, "prompt_tokens_details": details} if details else told
+    return {**counts, "prompt_tokens_details": details} if details else counts

@@ -33,7 +33,7 @@ class OllamaEmbedRequest(Struct, kw_only=True):
 
 
 def embed(service: Service) -> Handler:
-    """POST /api/embed: one list of embeddings; texts are cut to what fits unless told otherwise."""
+    """POST /api/embed: one list of embeddings; texts are cut to what fits unless `truncate` is false."""
     return _handler(service, many=True)
 
 

@@ -87,8 +87,8 @@ async def _labels(asked: ScoreRequest, pooler: Pooler, name: str, options: PoolO
         asked.query, items, label_ids=asked.label_token_ids, softmax=bool(asked.apply_softmax),
         item_first=bool(asked.item_first), delimiter=asked.multi_item_scoring_delimiter, options=options,
     )  # fmt: skip
-    told = usage(found.prompt_tokens, found.cached_tokens)
-    return {"object": "scoring", "model": name, "scores": found.scores, "usage": told}
+    tokens_used = usage(found.prompt_tokens, found.cached_tokens)
+    return {"object": "scoring", "model": name, "scores": found.scores, "usage": tokens_used}
 
 
 async def _compare(asked: ScoreRequest, pooler: Pooler, name: str, options: PoolOptions) -> dict[str, Any]:

@@ -83,15 +83,15 @@ class Growing:
 
     def begin(self) -> list[Json]:
         """The first events."""
-        told = [self._told("response.created", response=self._snapshot())]
+        events = [self._event("response.created", response=self._snapshot())]
         if self.response["status"] == "queued":
-            told.append(self._told("response.queued", response=self._snapshot()))
-        return told
+            events.append(self._event("response.queued", response=self._snapshot()))
+        return events
 
     def start(self) -> list[Json]:
         """The model has begun."""
         self.response["status"] = "in_progress"
-        return [self._told("response.in_progress", response=self._snapshot())]
+        return [self._event("response.in_progress", response=self._snapshot())]
 
     def add(self, delta: Delta) -> list[Json]:
         """What a delta says. Raises the error that the answer ended with."""
@@ -101,35 +101,35 @@ class Growing:
             if delta.logprobs is not None and self._form.logprobs
             else []
         )
-        told: list[Json] = []
+        events: list[Json] = []
         for each in events_of(delta, self._form):
-            told += self._event(each, scores)
+            events += self._parsed(each, scores)
             if isinstance(each, Content):
                 scores = []
         if delta.end is not None:
-            told += self._finish(delta.end)
-        return told
+            events += self._finish(delta.end)
+        return events
 
     def fail(self, error: BoughError) -> list[Json]:
         """The request failed."""
-        told = self._close("incomplete")
+        events = self._close("incomplete")
         code = (
             "rate_limit_exceeded" if error.status == 429 else "invalid_prompt" if error.status < 500 else "server_error"
         )
         self.response["error"] = {"code": code, "message": in_words(error, "/v1/responses")[0]}
         self.response["status"] = "failed"
-        return [*told, self._told("response.failed", response=self._snapshot())]
+        return [*events, self._event("response.failed", response=self._snapshot())]
 
     def cancel(self) -> list[Json]:
         """The request was cancelled."""
-        told = self._close("incomplete")
+        events = self._close("incomplete")
         self.response["status"] = "cancelled"
-        return told
+        return events
 
     # -- items ------------------------------------------------------------------------------------
 
-    def _event(self, told: ParsedEvent, scores: list[Json]) -> list[Json]:
-        match told:
+    def _parsed(self, parsed: ParsedEvent, scores: list[Json]) -> list[Json]:
+        match parsed:
             case Content(text):
                 opened = self._ensure("message")
                 self._scores += scores
@@ -156,58 +156,58 @@ class Growing:
         """Opens an item of this kind, unless one is open."""
         if self._open is not None and self._open["type"] == kind:
             return []
-        told = self._close()
+        events = self._close()
         self._open = _item(kind, **fields)
         self._pieces, self._scores = [], []
         self.response["output"].append(self._open)
-        told.append(self._told("response.output_item.added", output_index=self._at, item=dict(self._open)))
+        events.append(self._event("response.output_item.added", output_index=self._at, item=dict(self._open)))
         part = _part(kind, "", [])
         if part is not None:
-            told.append(self._here("response.content_part.added", content_index=0, part=part))
-        return told
+            events.append(self._here("response.content_part.added", content_index=0, part=part))
+        return events
 
     def _close(self, status: str = "completed") -> list[Json]:
         item = self._open
         if item is None:
             return []
         text = "".join(self._pieces)
-        told: list[Json] = []
+        events: list[Json] = []
         part = _part(item["type"], text, self._scores)
         match item["type"]:
             case "message":
                 shown = [{name: each[name] for name in ("token", "logprob", "top_logprobs")} for each in self._scores]
-                told.append(self._here("response.output_text.done", content_index=0, text=text, logprobs=shown))
+                events.append(self._here("response.output_text.done", content_index=0, text=text, logprobs=shown))
             case "reasoning":
-                told.append(self._here("response.reasoning_text.done", content_index=0, text=text))
+                events.append(self._here("response.reasoning_text.done", content_index=0, text=text))
             case "custom_tool_call":
                 item["input"] = text_argument(text)
                 kind = "response.custom_tool_call_input"
-                told.append(self._here(f"{kind}.delta", delta=item["input"]))
-                told.append(self._here(f"{kind}.done", input=item["input"]))
+                events.append(self._here(f"{kind}.delta", delta=item["input"]))
+                events.append(self._here(f"{kind}.done", input=item["input"]))
             case _:
                 item["arguments"] = text
-                told.append(self._here("response.function_call_arguments.done", arguments=text, name=item["name"]))
+                events.append(self._here("response.function_call_arguments.done", arguments=text, name=item["name"]))
         if part is not None:
             item["content"] = [part]
-            told.append(self._here("response.content_part.done", content_index=0, part=part))
+            events.append(self._here("response.content_part.done", content_index=0, part=part))
         item["status"] = status
-        told.append(self._told("response.output_item.done", output_index=self._at, item=dict(item)))
+        events.append(self._event("response.output_item.done", output_index=self._at, item=dict(item)))
         self._open = None
-        return told
+        return events
 
     def _finish(self, end: End) -> list[Json]:
         cut = end.reason == "length" or (end.reason == "abort" and end.status == GIVEN_UP)
-        told = self._close("incomplete" if cut else "completed")
+        events = self._close("incomplete" if cut else "completed")
         self.response["usage"] = usage(end, report_cache=self._form.report_cache)
         if end.reason == "abort":
             self.response["status"] = "cancelled"
-            return told
+            return events
         self.response["status"] = "incomplete" if cut else "completed"
         if cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             self.response["completed_at"] = int(time.time())
-        return [*told, self._told(f"response.{self.response['status']}", response=self._snapshot())]
+        return [*events, self._event(f"response.{self.response['status']}", response=self._snapshot())]
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -222,12 +222,12 @@ class Growing:
     def _here(self, kind: str, **fields: Any) -> Json:
         """An event about the open item."""
         assert self._open is not None
-        return self._told(kind, item_id=self._open["id"], output_index=self._at, **fields)
+        return self._event(kind, item_id=self._open["id"], output_index=self._at, **fields)
 
-    def _told(self, kind: str, **fields: Any) -> Json:
-        told = {"type": kind, "sequence_number": self._sequence, **fields}
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return told
+        return event
 
     def _snapshot(self) -> Json:
         return {**self.response, "output": list(self.response["output"])}
@@ -264,6 +264,6 @@ def usage(end: End, *, report_cache: bool) -> Json:
     }
 
 
-def event_bytes(told: Json) -> bytes:
+def event_bytes(event: Json) -> bytes:
     """One server-sent event."""
-    return b"event: %s\ndata: %s\n\n" % (told["type"].encode(), _encode(told))
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event))

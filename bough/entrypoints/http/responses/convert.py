@@ -218,7 +218,7 @@ def _call_output(item: Json, where: str) -> list[Json]:
 def _thoughts(item: Json, where: str) -> list[str]:
     content = item.get("content") or []
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
-        raise bad_field(f"{where}.content is no list of parts", "reasoning is told in parts", f"{where}.content")
+        raise bad_field(f"{where}.content is no list of parts", "reasoning consists of parts", f"{where}.content")
     return [each["text"] for each in content if isinstance(each.get("text"), str)]
 
 

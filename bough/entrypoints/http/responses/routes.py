@@ -221,9 +221,9 @@ async def _conversation(service: Service, request: HttpRequest, response_id: str
     """Everything up to and with the answer of a response, whichever worker keeps it. Raises `NotFound`, `InvalidRequest`."""
     peers, store = service.peers, store_of(service)
     if peers is not None and (worker := peers.keeper_of(response_id)) != peers.own:
-        told = await peers.ask(worker, request, f"/peer/conversations/{response_id}")
-        if told is not None:
-            items: list[Json] = msgspec.json.decode(told, type=list[Json])
+        found_there = await peers.ask(worker, request, f"/peer/conversations/{response_id}")
+        if found_there is not None:
+            items: list[Json] = msgspec.json.decode(found_there, type=list[Json])
             return items
     return _finished(store.get(response_id, tenant_of(request), "previous_response_id")).conversation()
 
@@ -244,9 +244,9 @@ async def _items_of_others(service: Service, request: HttpRequest, given: str | 
     names = {str(item.get("id", "")) for item in given if item.get("type") == "item_reference"}
     for name in [each for each in names if each and store.item(each, tenant_of(request)) is None][:_MOST_ASKED]:
         for worker in peers.others:
-            told = await peers.ask(worker, request, f"/peer/items/{name}")
-            if told is not None:
-                found[name] = msgspec.json.decode(told, type=Json)
+            found_there = await peers.ask(worker, request, f"/peer/items/{name}")
+            if found_there is not None:
+                found[name] = msgspec.json.decode(found_there, type=Json)
                 break
     return found
 
@@ -268,10 +268,10 @@ async def _events(
     try:
         async with contextlib.aclosing(service.run([job])) as news:
             async for _, _, delta in news:
-                told = [] if begun else [*growing.begin(), *growing.start()]
-                told += growing.add(delta)
+                events = [] if begun else [*growing.begin(), *growing.start()]
+                events += growing.add(delta)
                 begun = True
-                yield b"".join(map(event_bytes, told))
+                yield b"".join(map(event_bytes, events))
     except Exception as error:
         if not begun:
             raise
@@ -286,14 +286,14 @@ def _in_background(
     service: Service, store: ResponseStore, job: Request, growing: Growing, kept: StoredResponse
 ) -> None:
     kept.events = []
-    kept.tell([event_bytes(told) for told in growing.begin()])
+    kept.tell([event_bytes(event) for event in growing.begin()])
 
     async def run() -> None:
         try:
             async with contextlib.aclosing(service.run([job])) as news:
                 async for _, _, delta in news:
-                    told = growing.start() if growing.response["status"] == "queued" else []
-                    kept.tell([event_bytes(each) for each in [*told, *growing.add(delta)]])
+                    events = growing.start() if growing.response["status"] == "queued" else []
+                    kept.tell([event_bytes(each) for each in [*events, *growing.add(delta)]])
         except asyncio.CancelledError:
             kept.tell([event_bytes(each) for each in growing.cancel()])
             raise

@@ -145,13 +145,13 @@ def state(service: Service) -> Handler:
 
 def _with_text(span: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The span with the text of its first tokens instead of their ids; None without a tokenizer."""
-    told = {name: value for name, value in span.items() if name != "first_ids"}
+    fields = {name: value for name, value in span.items() if name != "first_ids"}
     if tokenizer is None:
-        return {**told, "text": None}
+        return {**fields, "text": None}
     ids = [
         each for each in span.get("first_ids", []) if 0 <= each < tokenizer.vocab_size
     ]  # media have ids of their own
-    return {**told, "text": tokenizer.decode(ids, skip_special_tokens=False)}
+    return {**fields, "text": tokenizer.decode(ids, skip_special_tokens=False)}
 
 
 def _without_name(row: dict[str, Any]) -> dict[str, Any]:

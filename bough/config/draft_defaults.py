@@ -1,0 +1,64 @@
+"""How many drafts are made where no flag says so, by algorithm and target model, and what each number rests on.
+
+With `--speculative-adaptive`, the default, these are upper bounds: drafts beyond those that pay are not made. A larger bound
+costs memory for graphs and logits. `docs/speculative_decoding.md` shows this table.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from bough.config.concerns import SpeculativeAlgorithm
+
+
+class DraftDefault(NamedTuple):
+    """An entry. The first one that fits counts."""
+
+    algorithms: frozenset[SpeculativeAlgorithm]
+    architectures: tuple[str, ...]
+    """Beginnings of the names of target models' architectures; empty: any."""
+    steps: int
+    """Drafts that follow one another."""
+    topk: int
+    """Nodes that go on in each generation of a tree; 1: a chain."""
+    tokens: int
+    """Tokens of a row that a step verifies: the drafts and the newest token."""
+    rests_on: str
+
+
+_HEADS: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
+DRAFT_DEFAULTS: Final = (
+    DraftDefault(
+        frozenset({"NGRAM"}), (), 11, 1, 12,
+        "SGLang's number. Six prompts that ask for rewriting, default model: 2.8 tokens per step "
+        "(`benchmarks/results/speculation_cpu.md`)",
+    ),
+    DraftDefault(
+        frozenset({"SUFFIX"}), (), 16, 1, 17,
+        "drafts end by themselves where they are unlikely; not swept",
+    ),
+    DraftDefault(
+        _HEADS, ("Llama", "Mistral", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), 3, 1, 4,
+        "one H200, Llama-3.1-8B's shapes, an EAGLE-3 head, simulated acceptance of 0.75, 0.65, 0.55: 1.99, 1.71, 1.59 times "
+        "the tokens per second at batch 1, 16, 64. By the measured costs, a fourth draft with 0.45 would take 2 % away at "
+        "batch 1 (`benchmarks/h200/speculation.md`)",
+    ),
+    DraftDefault(
+        _HEADS, ("Deepseek", "Glm4Moe", "BailingMoe", "MiMo", "Qwen3Next", "Qwen3_5"), 3, 1, 4,
+        "what SGLang uses for these models; not measured here",
+    ),
+    DraftDefault(_HEADS, (), 4, 1, 5, "not measured: one more than for the models above, where that pays"),
+    DraftDefault(
+        frozenset({"STANDALONE"}), (), 4, 1, 5, "not measured: a draft costs a pass of the small model"
+    ),
+)  # fmt: skip
+"""Checkpoints that make a fixed number of drafts (Medusa's heads, DFlash's blocks, several NextN layers) make as many as
+they can, whatever stands here."""
+
+
+def draft_default(algorithm: SpeculativeAlgorithm, architecture: str = "") -> DraftDefault | None:
+    """The entry for an algorithm with a target of this architecture; None: the checkpoint that drafts decides."""
+    for entry in DRAFT_DEFAULTS:
+        if algorithm in entry.algorithms and (not entry.architectures or architecture.startswith(entry.architectures)):
+            return entry
+    return None
