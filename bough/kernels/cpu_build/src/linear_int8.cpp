@@ -106,9 +106,69 @@ void quantise_tile(const LinearCall& call, int64_t first, ActBlock<MT>* out, Out
   outliers->column = -1;
 }
 
-// Adds one block to the results of MT tokens.
-template <int MT, bool HasMin, bool Halves>
+// How many vectors' products of pairs add up to 16 bits: a pair is at most twice the largest quant times 127.
+constexpr int short_run(int kind) {
+  if (is_bytes(kind)) return 0;
+  if (kind == kQ6_K) return 2;
+  return kTraits[kind].tile_bytes == 256 && kTraits[kind].offset <= 8 ? 8 : 4;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// As `add_block`, of quants below 64. Pairs of products are added up in 16 bits, where Run vectors fit, then in 32.
+template <int MT, bool HasMin, int First, int Count, int Run, int Half>
+BOUGH_INLINE void add_small(__m256* acc, const __m256i* w, const __m256* d, const __m256* m, const ActBlock<MT>& a) {
+  __m256i sum[MT][2];
+#pragma GCC unroll 12
+  for (int t = 0; t < MT; t++) sum[t][0] = sum[t][1] = HasMin ? _mm256_setzero_si256() : _mm256_set1_epi32(a.off[Half][t]);
+#pragma GCC unroll 8
+  for (int run = First; run < First + Count; run += Run) {
+    __m256i pairs[MT][2];
+#pragma GCC unroll 8
+    for (int j = run; j < run + Run; j++) {
+      const __m256i lo = _mm256_load_si256(w + 2 * j), hi = _mm256_load_si256(w + 2 * j + 1);
+#pragma GCC unroll 12
+      for (int t = 0; t < MT; t++) {
+        const __m256i x = _mm256_set1_epi32(four_bytes(a.q[t] + 4 * j));
+        const __m256i p0 = _mm256_maddubs_epi16(lo, x), p1 = _mm256_maddubs_epi16(hi, x);
+        pairs[t][0] = j == run ? p0 : _mm256_add_epi16(pairs[t][0], p0);
+        pairs[t][1] = j == run ? p1 : _mm256_add_epi16(pairs[t][1], p1);
+        asm("" : "+x"(pairs[t][0]), "+x"(pairs[t][1]));  // added one by one: in another order they would not fit registers
+      }
+    }
+    const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 12
+    for (int t = 0; t < MT; t++) {
+      sum[t][0] = _mm256_add_epi32(sum[t][0], _mm256_madd_epi16(pairs[t][0], ones));
+      sum[t][1] = _mm256_add_epi32(sum[t][1], _mm256_madd_epi16(pairs[t][1], ones));
+    }
+  }
+#pragma GCC unroll 12
+  for (int t = 0; t < MT; t++) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[t][h]), d[h]);
+      acc[2 * t + h] = _mm256_fmadd_ps(scaled, _mm256_set1_ps(a.d[t]), acc[2 * t + h]);
+      if constexpr (HasMin) acc[2 * t + h] = _mm256_fmadd_ps(m[h], _mm256_set1_ps(a.dsum[t]), acc[2 * t + h]);
+    }
+  }
+}
+#endif
+
+// Adds one block to the results of MT tokens. Run: as `short_run` says of the weights' kind.
+template <int MT, bool HasMin, bool Halves, int Run>
 BOUGH_INLINE void add_block(F32* acc, const U8* w, const TileScales& s, const ActBlock<MT>& a) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (Run > 0) {
+    constexpr int kFirst = Halves ? 4 : 8, kRun = Run < kFirst ? Run : kFirst;
+    __m256* out = reinterpret_cast<__m256*>(acc);
+    const __m256i* quants = reinterpret_cast<const __m256i*>(w);
+    const __m256* minima = reinterpret_cast<const __m256*>(&s.m);
+    add_small<MT, HasMin, 0, kFirst, kRun, 0>(out, quants, reinterpret_cast<const __m256*>(&s.d), minima, a);
+    if constexpr (Halves)
+      add_small<MT, false, 4, 4, kRun, 1>(out, quants, reinterpret_cast<const __m256*>(&s.d2), minima, a);
+    return;
+  }
+#endif
   I32 sum[MT];
 #pragma GCC unroll 12
   for (int t = 0; t < MT; t++) sum[t] = HasMin ? I32{} : splat_int(a.off[0][t]);
@@ -148,7 +208,7 @@ BOUGH_INLINE void finish(const LinearCall& call, const F32* acc, const Outlier* 
   F32 weights{};
   for (int32_t have = -1; outliers->column >= 0; outliers++) {  // tokens often share a column
     if (outliers->column != have) weights = column(have = outliers->column);
-    sums[outliers->token] = fused(weights, splat(outliers->value), sums[outliers->token]);
+    add_product(&sums[outliers->token], weights, outliers->value);
   }
 #pragma GCC unroll 1
   for (int i = 0; i < MT && first + i < call.tokens; i++) write_result(call, first + i, group * kGroup, sums[i]);
@@ -167,7 +227,7 @@ void group_direct(const LinearCall& call, const ActBlock<MT>* act, const Outlier
     U8 v[8];
     unpack_tile<K>(quants, v);
     expect_weights<t.tile_bytes>(quants);
-    add_block<MT, t.has_min, t.half_blocks>(acc, v, scales.next(b), act[b]);
+    add_block<MT, t.has_min, t.half_blocks, short_run(K)>(acc, v, scales.next(b), act[b]);
   }
   finish<MT>(call, acc, outliers, first, group, [&](int column) {
     const int64_t b = column / kBlock;
@@ -192,12 +252,12 @@ void unpack_group(const Weight& w, int64_t group, const Panel& out) {
   }
 }
 
-template <int MT, bool HasMin, bool Halves>
+template <int MT, bool HasMin, bool Halves, int Run>
 void tile_from_panel(const LinearCall& call, const Panel& panel, const ActBlock<MT>* act, const Outlier* outliers, int64_t first,
                      int64_t group) {
   F32 acc[MT] = {};
   const int64_t blocks = num_blocks(*call.weight);
-  for (int64_t b = 0; b < blocks; b++) add_block<MT, HasMin, Halves>(acc, panel.quants + 8 * b, panel.scales[b], act[b]);
+  for (int64_t b = 0; b < blocks; b++) add_block<MT, HasMin, Halves, Run>(acc, panel.quants + 8 * b, panel.scales[b], act[b]);
   finish<MT>(call, acc, outliers, first, group, [&](int column) {
     const Traits t{.offset = HasMin ? 0 : kTraits[call.weight->kind].offset, .has_min = HasMin, .half_blocks = Halves};
     return column_of(t, panel.quants[column / 4], panel.scales[column / kBlock], column % kBlock);
@@ -253,7 +313,7 @@ void many_tokens(const LinearCall& call, int threads) {
       for (int64_t i = first; i < std::min(num_tiles, first + chunk); i++) {
         const TokenTile t = tile(i);
         for_tile(t.size, [&]<int MT>() {
-          tile_from_panel<MT, kTraits[K].has_min, kTraits[K].half_blocks>(
+          tile_from_panel<MT, kTraits[K].has_min, kTraits[K].half_blocks, short_run(K)>(
               call, panel, reinterpret_cast<const ActBlock<MT>*>(t.act), t.outliers, t.first, group);
         });
       }

@@ -116,6 +116,19 @@ BOUGH_INLINE U8 unpack_vector(const uint8_t* q, int j) {
 // All of them.
 template <int K>
 BOUGH_INLINE void unpack_tile(const uint8_t* q, U8* out) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (kTraits[K].tile_bytes == 256 && K != kFloat4 && K != kFloat4Halves) {  // two quants a byte, as they are
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i* to = reinterpret_cast<__m256i*>(out);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q) + i);
+      to[i] = _mm256_and_si256(v, low);
+      to[i + 8] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+    }
+    return;
+  }
+#endif
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) out[j] = unpack_vector<K>(q, j);
 }

@@ -508,6 +508,19 @@ BOUGH_INLINE F32 fused(F32 x, F32 y, F32 z) {
 #endif
 }
 
+// *sum += x * y.
+BOUGH_INLINE void add_product(F32* sum, const F32& x, float y) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  __m256* out = reinterpret_cast<__m256*>(sum);
+  const __m256* in = reinterpret_cast<const __m256*>(&x);
+  const __m256 factor = _mm256_set1_ps(y);
+  out[0] = _mm256_fmadd_ps(in[0], factor, out[0]);
+  out[1] = _mm256_fmadd_ps(in[1], factor, out[1]);
+#else
+  *sum = fused(x, splat(y), *sum);
+#endif
+}
+
 // ---- functions ----------------------------------------------------------------------------------------------------
 
 // Nearest integer of each lane, for |x| < 2^22.
