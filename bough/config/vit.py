@@ -38,6 +38,11 @@ _LLAMA4: Final[dict[str, Any]] = {
     "patch_size": 14, "image_size": 448, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
 }  # fmt: skip
 
+_COHERE2: Final[dict[str, Any]] = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 27,
+    "num_attention_heads": 12, "image_size": 512,
+}  # fmt: skip
+
 LANCZOS: Final = 1
 BILINEAR: Final = 2
 
@@ -165,6 +170,10 @@ def ratio(config: Fields) -> int:
 
 def idefics3_vit(config: Fields) -> VitFacts:
     return read_vit(config, mean=HALF, std=HALF, resample=LANCZOS, **_IDEFICS3)
+
+
+def cohere2_vit(config: Fields) -> VitFacts:
+    return read_vit(config, **_COHERE2)
 
 
 def is_smolvlm(config: Fields) -> bool:

@@ -77,6 +77,22 @@ class ThreeLinears(nn.Module):
         return out_NMW
 
 
+class ShuffledGate(nn.Module):
+    """Squares of neighbours together, then a product of which one half gates the other, and another product (Cohere)."""
+
+    def __init__(self, widths: tuple[int, int, int], build: Build, *, side: int, by: int) -> None:
+        """`widths`: of a patch, of both halves together, and of the language model."""
+        super().__init__()
+        self.side, self.by = side, by
+        self.up = ReplicatedLinear(widths[0] * by * by, widths[1], build, bias=True)
+        self.down = ReplicatedLinear(widths[1] // 2, widths[2], build, bias=True)
+
+    def forward(self, x_NPD: Tensor) -> Tensor:
+        x_NMF, gate_NMF = self.up(shuffled(x_NPD, self.side, self.by)).chunk(2, -1)
+        out_NMW: Tensor = self.down(F.silu(gate_NMF) * x_NMF)
+        return out_NMW
+
+
 class PooledLinear(nn.Module):
     """Means of squares, normed, then a product whose weight is stored inputs first."""
 

@@ -139,6 +139,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "AXK1ForCausalLM": "bough.models.axk1",
     "Mistral4ForCausalLM": "bough.models.mistral4",
     "GptOssForCausalLM": "bough.models.gpt_oss",
+    "Cohere2VisionForConditionalGeneration": "bough.models.cohere2_vision",
     "Gemma3ForConditionalGeneration": "bough.models.gemma3_vl",
     "KimiK25ForConditionalGeneration": "bough.models.kimi_k25",
     "Llama4ForConditionalGeneration": "bough.models.llama4_vl",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from families import LATENT_SIZES, V3_EXPERTS
+from families import LATENT_SIZES, V3_EXPERTS, WINDOWS
 from pillow_vision import on_pillow
 from safetensors.torch import save_file
 from tile_kinds import HALF, SQUARE, TEXT, VIT, TileFamily, VideoKind
@@ -131,6 +131,18 @@ def _idefics2_family(splits: bool) -> TileFamily:
     )  # fmt: skip
 
 
+def _cohere2(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    tokenizer.boi_token, tokenizer.eoi_token, tokenizer.image_token = (
+        "<|START_OF_IMG|>",
+        "<|END_OF_IMG|>",
+        "<|IMG_PATCH|>",
+    )
+    tokenizer.img_line_break_token, tokenizer.image_token_id = "<|IMG_LINE_BREAK|>", IMAGE
+    images = on_pillow("cohere2_vision.image_processing_cohere2_vision.Cohere2VisionImageProcessor")(**settings)
+    images.patch_size = 2
+    return transformers.Cohere2VisionProcessor(images, tokenizer)
+
+
 GLM_TEXT = {
     **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS,
     "rope_parameters": {
@@ -204,6 +216,18 @@ LATER: dict[str, TileFamily] = {
             262: "<image_id>", 263: "</image_id>",
         },
         "<|image_pad|>",
+    ),
+    "cohere2_vision": TileFamily(
+        "Cohere2Vision",
+        {
+            "text_config": {**TEXT_SIZES, **WINDOWS, "vocab_size": VOCAB, "eos_token_id": EOS, "model_type": "cohere2"},
+            "vision_config": {**VIT, "model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_token_id": IMAGE, "alignment_intermediate_size": 56,
+        },
+        {"size": SQUARE, "max_patches": 5, **HALF},
+        _cohere2,
+        {IMAGE: "<|IMG_PATCH|>", 258: "<|START_OF_IMG|>", 259: "<|END_OF_IMG|>", 260: "<|IMG_LINE_BREAK|>"},
+        "<|IMG_PATCH|>",
     ),
     "idefics2": _idefics2_family(False),
     "idefics2-quarters": _idefics2_family(True),
