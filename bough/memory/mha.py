@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bough.core.kv import KvGroup
 from bough.kernels.attention.inputs import AttentionSpec, IndexKeys
+from bough.kernels.attention.spread_keys import hadamard
 from bough.kernels.kv_codes import Ranges, code_width, decode, encode
 from bough.kernels.pages import copy_pages
 from bough.kernels.pages.reference import copy_pages as gather_pages
@@ -99,6 +100,10 @@ class KVPool:
         self.k_scales = list(k_scales)
         self.v_scales = list(v_scales)
         """Kernels and captured graphs hold them as constants: they must not change once a page has been written."""
+        self.spreads = (
+            {width: hadamard(width, device) for width in {shape.k_dim for shape in shapes}} if code_bits == 4 else {}
+        )
+        """By the width of keys: what they are multiplied by before they are kept (see `kernels.attention.spread_keys`)."""
         self.num_pages = num_pages
         self.dtype = torch.uint8 if code_bits else dtype
         self.keys: list[Tensor] = []
@@ -206,8 +211,12 @@ class KVPool:
         ranges_MK = k_ranges[source_M]
         for begin in range(0, len(codes_MKH), _TURNED_AT_ONCE):
             piece = slice(begin, begin + _TURNED_AT_ONCE)
-            turned = decode(codes_MKH[piece], ranges_MK[piece], self._shapes[layer].k_dim)
+            width = self._shapes[layer].k_dim
+            spread = self.spreads.get(width)
+            turned = decode(codes_MKH[piece], ranges_MK[piece], width)
+            turned = turned if spread is None else turned @ spread
             turn_pairs(turned, turn.angles_MR[piece], turn.interleaved)
+            turned = turned if spread is None else turned @ spread
             codes_MKH[piece], ranges_MK[piece] = encode(turned, self.code_bits)
         keys[target_M], k_ranges[target_M] = codes_MKH, ranges_MK
 

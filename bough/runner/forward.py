@@ -14,6 +14,7 @@ from torch import Tensor
 from bough.core.step import MOST_LEVELS
 from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.attention.inputs import AttentionInputs, HostLengths, LastRows, Lines, SpanTensors, TreeMask
+from bough.kernels.attention.spread_keys import SpreadKeysAttention
 from bough.kernels.attention.torch_backend import TorchAttention
 from bough.kernels.attention.two_way import TwoWayAttention
 from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tree
@@ -94,6 +95,7 @@ class Forward:
         if proposer is not None:  # whose layers come behind the model's
             self._last_layer = len(pool.keys) - proposer.num_layers - 1
         self._attention = attention
+        self._drafts_attention = attention if not pool.spreads else self._spreading
         self._gapped: AttentionFactory = attention if attention is CpuAttention else TorchAttention
         """For steps with tokens that don't see all before them: not every backend hides keys."""
         self.measures_scales = False
@@ -164,7 +166,8 @@ class Forward:
         )
         whole = read is not None and read.proposes and read.reads.hidden
         spans = media.spans if media is not None else ()
-        narrows = self.narrows and items is None and at is not None and not whole and not spans
+        wrapped = self.measures_scales or self.pool.spreads
+        narrows = self.narrows and not wrapped and items is None and at is not None and not whole and not spans
         if narrows and at is not None and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = LastRows(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
@@ -183,7 +186,7 @@ class Forward:
         batch = Batch(
             ids_T=ids,
             positions_T=positions_T,
-            attention=TwoWayAttention(backend, inputs, spans) if spans else backend,
+            attention=self._wrapped(TwoWayAttention(backend, inputs, spans) if spans else backend),
             logits_at=None if whole else at,
             num_tokens=len(ids),
             loc_T=tensors.loc_T if extent.host is None else None,
@@ -209,8 +212,16 @@ class Forward:
         if self.context is not None:
             assert not gapped, "items are not scored in one pass where ranks share contexts"
             return self.context.backend(inputs, None)
-        backend = self._gapped(inputs) if gapped else self._attention(inputs)
+        return self._gapped(inputs) if gapped else self._attention(inputs)
+
+    def _wrapped(self, backend: AttentionBackend) -> AttentionBackend:
+        """What layers are given: the outermost one sees keys as layers have them, the innermost as pages have them."""
+        if self.pool.spreads:
+            return SpreadKeysAttention(backend, self.pool.spreads)
         return MeasuringAttention(backend, self.pool) if self.measures_scales else backend
+
+    def _spreading(self, inputs: AttentionInputs) -> AttentionBackend:
+        return self._wrapped(self._attention(inputs))
 
     def _split(
         self,
@@ -295,7 +306,9 @@ class Forward:
             rows = sampled_rows(state, tensors, drawn_L, num_rows, yields_R)
         else:
             rows, count = nobody(state, tensors), 0
-        drafts = self.proposer.propose(Drafting(count, read, rows, bounds, tensors, drawn_L, state, self._attention))
+        drafts = self.proposer.propose(
+            Drafting(count, read, rows, bounds, tensors, drawn_L, state, self._drafts_attention)
+        )
         if not count:
             return result
         slots = tensors.sample_slots_L[:num_rows]

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from bough.layers.batch import AttentionBackend, AttentionSpec
+from bough.layers.batch import AttentionBackend, AttentionSpec, IndexQueries, chooses
 from bough.memory.mha import KVPool
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ class MeasuringAttention:
         # Values of latents are part of the keys.
         pool.v_scales[layer] = pool.k_scales[layer] if spec.latent else fitting_scale(v_TKH, pool.values[layer].dtype)
         return self._inner.forward(spec, q_TNH, k_TKH, v_TKH)
+
+    def choose(self, spec: AttentionSpec, index: IndexQueries) -> None:
+        """As `ChoosingBackend`."""
+        assert chooses(self._inner), "asked for by models whose backends do"
+        self._inner.choose(spec, index)
 
     def attend(self, spec: AttentionSpec, q_TNH: Tensor) -> Tensor:
         """[T, N * V], of KV that is in the pages."""

@@ -22,6 +22,7 @@ from bough.config.hf import Checkpoint, open_checkpoint
 from bough.core.messages import JoinBranches, LogprobSpec, joined_namespace, unpack_ids
 from bough.core.sampling import SamplingParams
 from bough.kernels.attention.inputs import IndexKeys
+from bough.kernels.attention.spread_keys import hadamard
 from bough.kernels.kv_codes import decode, encode
 from bough.memory.mha import KVPool, KVShape, Turn
 from bough.models.load import build_model
@@ -180,7 +181,8 @@ def test_a_lone_branch_is_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_moved_codes(bits: int) -> None:
-    """Keys that turn are encoded anew; everything else is moved as it is, with its ranges."""
+    """Keys that turn are encoded anew; everything else is moved as it is, with its ranges. Those of 4 bits are spread over
+    their channels, and turn without that."""
     generator = torch.Generator().manual_seed(0)
     shapes = [KVShape(2, 12, 8), KVShape(1, 8, 8)]
     pool = KVPool(shapes, num_pages=5, page_size=4, dtype=torch.float32, device=CPU, code_bits=bits)
@@ -201,9 +203,11 @@ def test_moved_codes(bits: int) -> None:
     angles = torch.tensor(np.random.default_rng(0).normal(size=(4, 4)), dtype=torch.float32)
     pool.move_tokens(source, target, [Turn(angles), None])
     after = numbers()
-    pairs = torch.complex(before[0][source][..., :4], before[0][source][..., 4:8])
+    spread = hadamard(12, CPU) if bits == 4 else torch.eye(12)
+    moved = before[0][source] @ spread
+    pairs = torch.complex(moved[..., :4], moved[..., 4:8])
     turned = pairs * torch.polar(torch.ones(4, 4), angles)[:, None]
-    whole = torch.cat([turned.real, turned.imag, before[0][source][..., 8:]], -1)
+    whole = torch.cat([turned.real, turned.imag, moved[..., 8:]], -1) @ spread
     step = (whole.amax(-1) - whole.amin(-1)) / (2**bits - 1)
     assert ((after[0][target] - whole).abs() <= 0.55 * step.unsqueeze(-1)).all()
     untouched = torch.tensor([at for at in range(20) if at not in target.tolist()])
