@@ -151,7 +151,8 @@ def commit(
         made = StateStep(queues, cache, arrays.loads)
         made.add_decodes(where[:num], step.context[:num])
         for chunk in chunks:
-            made.add_chunk(chunk.row, chunk.slot, chunk.start, chunk.num_tokens, chunk.job, chunk.known)
+            given = (chunk.row, chunk.slot, chunk.start, chunk.num_tokens, chunk.job, chunk.known)
+            made.add_chunk(*given, is_last=chunk.is_last)
         step.states, flight.saves = made.done(), made.saves
     _mark_scored(flight)
     if queues.gates:

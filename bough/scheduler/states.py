@@ -1,7 +1,9 @@
 """States of models with layers that keep one: where rows' states come from, and which of them the tree is to have.
 
 A row begins with the state of the prefix that it found, or with none. Of prompts the state is saved behind the last full
-page of each chunk, and where the prompt leaves what the tree has: others may part there, too. Of answers it is saved every
+page of each chunk, and where the prompt leaves what the tree has: others may part there, too. Behind the last token of a
+prompt it is of no use to the same prompt, which computes that token anew: there it is saved a page before. Of answers it is
+saved every
 `Limits.state_interval` tokens in one place of the row's own, which the tree gets when the row lets go.
 """
 
@@ -53,11 +55,13 @@ class StateStep:
             if place:
                 self._save(row, 1, place)
 
-    def add_chunk(self, row: int, slot: int, start: int, num_tokens: int, job: Job, known: int) -> None:
-        """A chunk of a prompt, of which the tree had `known` tokens."""
+    def add_chunk(
+        self, row: int, slot: int, start: int, num_tokens: int, job: Job, known: int, *, is_last: bool
+    ) -> None:
+        """A chunk of a prompt, of which the tree had `known` tokens. `is_last`: the prompt ends with it."""
         if not self._cache.enabled:
             return
-        end = job.tree_end(start + num_tokens)
+        end = job.tree_end(start + num_tokens - is_last)
         end -= end % self._cache.page_size
         for at in sorted({known, end}):
             if start < at <= end:

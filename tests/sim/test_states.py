@@ -47,6 +47,18 @@ def test_forks_begin_with_the_state_of_their_prompt() -> None:
     assert sorted(client.end.cached_tokens for client in clients) == [0, *[32] * 5]
 
 
+@pytest.mark.parametrize(("page_size", "length", "cached"), [(1, 33, 32), (4, 32, 28), (4, 33, 32), (4, 4, 0)])
+def test_the_same_prompt_again(page_size: int, length: int, cached: int) -> None:
+    """It computes its last token anew, so a state behind that one would be of no use, wherever pages end."""
+    sim = Sim(num_snapshots=8, num_pages=200, page_size=page_size, max_step_tokens=64)
+    clients = []
+    for _ in range(2):
+        clients.append(sim.ask(LONG[:length], max_new=5))
+        sim.run()
+        check_answer(sim, clients[-1])
+    assert [client.end.cached_tokens for client in clients] == [0, cached]
+
+
 @pytest.mark.parametrize("num_snapshots", [0, 1, 3])
 def test_few_places_are_shared(num_snapshots: int) -> None:
     sim = Sim(num_snapshots=num_snapshots, num_pages=200, num_slots=4, state_interval=4)
@@ -62,10 +74,10 @@ def test_few_places_are_shared(num_snapshots: int) -> None:
 def test_the_least_recently_used_state_gives_way() -> None:
     sim = Sim(num_snapshots=2, num_pages=400)
     for at in (0, 30, 0, 60):
-        sim.ask(LONG[at : at + 20], max_new=1)
+        sim.ask(LONG[at : at + 18], max_new=1)
         sim.run()
     for at, cached in ((0, 16), (60, 16), (30, 0)):
-        client = sim.ask([*LONG[at : at + 20], 1], max_new=1)
+        client = sim.ask([*LONG[at : at + 18], 1], max_new=1)
         sim.run()
         assert client.end.cached_tokens >= cached if cached else client.end.cached_tokens == 0
 
