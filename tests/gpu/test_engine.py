@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import SHARED_KV, STATES
+from families import LATENTS, SHARED_KV, STATES
 from in_process import InProcess, Setup
 from tiny import make_tiny
 
@@ -38,14 +38,20 @@ VARIANTS = {
 
 FAMILIES = [
     "llama", "qwen3", "gemma3", "gemma2", "mistral", "qwen3_moe", "qwen3_next", "gemma3n", "gemma4", "gemma4-experts",
+    "deepseek_v3", "deepseek_v32-chosen", "glm_moe_dsa",
 ]  # fmt: skip
+
+
+def _sizes(family: str) -> dict[str, int]:
+    """Heads of latents have widths of their own."""
+    return {name: size for name, size in SIZES.items() if family not in LATENTS or name != "head_dim"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp(request.param)
-    prefix, extra = {**STATES, **SHARED_KV}.get(request.param, (request.param, {}))
-    reference = make_tiny(prefix, folder, **{**extra, **SIZES}).cuda()
+    prefix, extra = {**STATES, **SHARED_KV, **LATENTS}.get(request.param, (request.param, {}))
+    reference = make_tiny(prefix, folder, **{**extra, **_sizes(request.param)}).cuda()
     expected = []
     for prompt in PROMPTS:
         out = reference.generate(

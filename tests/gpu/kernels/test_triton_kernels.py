@@ -15,6 +15,7 @@ PARTS = {
     "shared": 2,
     "tail": 1,
     "latent": 4,
+    "sparse": 2,
     "moe": 3,
     "packed": 4,
     "packed_moe": 4,
