@@ -366,7 +366,10 @@ def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
         named = [
             str(name).replace("OmniModel", "OmniForConditionalGeneration") for name in config.get("architectures") or ()
         ]
-        config = {**thinker, "architectures": named, "model_type": config.get("model_type")}
+        outer: dict[str, Any] = {
+            key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config
+        }
+        config = {**thinker, **outer, "architectures": named, "model_type": config.get("model_type")}
     text = config.get("text_config")
     names = config.get("architectures")
     sees = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from bough.layers.mlp import Mlp
 from bough.layers.norm import make_norm
 from bough.layers.stream import Product
 from bough.layers.tower import Learned, Normaliser, PatchEmbedding, Tower, TowerInput, alone
+from bough.memory.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class MllamaTower(Tower):
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         facts, order = self.facts, order_of(items, self.facts)
         numbers = {shape: 1 + number for number, shape in enumerate(facts.shapes)}
-        shapes_B = torch.tensor([numbers[item.grid[1], item.grid[2]] for item in items]).to(order.at_T.device)
+        shapes_B = upload(np.array([numbers[item.grid[1], item.grid[2]] for item in items]), order.at_T.device)
         x_TD = self._begin(items, shapes_B).view(-1, facts.block.hidden)[order.at_T]
         taps = []
         for number, block in enumerate(self.blocks):

@@ -49,6 +49,12 @@ def padded_spectrum(facts: Spectra, samples: F32, frames: int) -> F32:
     return log_mel(whole, mels=facts.mels, rate=facts.rate, window=facts.window, hop=facts.hop)
 
 
+def lone_spectrum(facts: Spectra, samples: F32, least: int) -> F32:
+    """[frames, mels] of a sound with nothing behind it, but silence up to `least` samples."""
+    samples = np.pad(samples, (0, max(0, least - len(samples))))
+    return log_mel(samples, mels=facts.mels, rate=facts.rate, window=facts.window, hop=facts.hop)
+
+
 class HearingProcessor(Processor):
     """Of Whisper's encoder, alone or before a language model. A family says how a spectrum becomes items (`audio`)."""
 

@@ -11,10 +11,9 @@ import numpy.typing as npt
 from bough.config.fields import Fields
 from bough.config.image_facts import processor_fields
 from bough.config.omni import read_omni_hearing
-from bough.multimodal.hearing import HearingProcessor
+from bough.multimodal.hearing import HearingProcessor, lone_spectrum
 from bough.multimodal.processor import ItemShape, Options, SoundRules
 from bough.multimodal.qwen_omni import segment_items
-from bough.multimodal.spectrum import log_mel
 
 _SECONDS: Final = 1200.0
 """Of a sound at most, as its authors take them..."""
@@ -45,8 +44,6 @@ class Qwen3AsrProcessor(HearingProcessor):
         self, samples: npt.NDArray[np.float32], options: Options
     ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
         ear = self.hearing
-        least = max(self.least, ear.window)  # or there is nothing to make a spectrum of
-        samples = np.pad(samples, (0, max(0, least - len(samples))))
-        spectrum = log_mel(samples, mels=ear.mels, rate=ear.rate, window=ear.window, hop=ear.hop)
+        spectrum = lone_spectrum(ear, samples, max(self.least, ear.window))
         whole = np.pad(spectrum, ((0, -len(spectrum) % ear.chunk), (0, 0)))
         return whole, segment_items(ear, len(spectrum), len(whole))

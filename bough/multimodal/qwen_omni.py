@@ -13,7 +13,7 @@ from bough.config.fields import Fields
 from bough.config.omni import OmniHearing, read_omni_hearing
 from bough.core.media import MediaItem, MediaKind
 from bough.core.messages import Ids
-from bough.multimodal.hearing import padded_spectrum
+from bough.multimodal.hearing import lone_spectrum, padded_spectrum
 from bough.multimodal.processor import (
     ItemShape,
     Marker,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 WITH_SOUND = "use_audio_in_video"
 _LEAST = 4
 """Frames of a spectrum, which make at least one position."""
+_SECONDS = 2400.0
+"""Of a sound for Qwen3-Omni at most, as its authors take them."""
 
 
 class QwenOmniProcessor(QwenProcessor):
@@ -92,18 +94,23 @@ class QwenOmniProcessor(QwenProcessor):
 
     @property
     def sound(self) -> SoundRules:
-        return SoundRules(self.hearing.rate, self.hearing.seconds)
+        return SoundRules(self.hearing.rate, self.hearing.seconds if self.version == "2.5" else _SECONDS)
 
     def audio(
         self, samples: npt.NDArray[np.float32], options: Options
     ) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
-        """Behind the last of several chunks is silence (Qwen3-Omni), as in training."""
+        """Behind a sound is silence (Qwen2.5-Omni), or nothing behind the last of several chunks (Qwen3-Omni), as in
+        training."""
         ear = self.hearing
-        frames = max(_LEAST, -(-len(samples) // ear.hop))
-        whole = padded_spectrum(ear, samples, frames + ear.window)[:frames]
-        if ear.channels and frames > ear.chunk:
+        if self.version == "2.5":
+            frames = max(_LEAST, -(-len(samples) // ear.hop))
+            whole = padded_spectrum(ear, samples, frames + ear.window)[:frames]
+            return np.ascontiguousarray(whole), segment_items(ear, frames, frames)
+        whole = lone_spectrum(ear, samples, ear.window)
+        frames = len(whole)
+        if frames > ear.chunk:
             whole = np.pad(whole, ((0, -frames % ear.chunk), (0, 0)))
-        return np.ascontiguousarray(whole), segment_items(ear, frames, len(whole))
+        return whole, segment_items(ear, frames, len(whole))
 
     def video(
         self, info: VideoInfo, indices: Sequence[int], frames: Iterable[Image], options: Options
