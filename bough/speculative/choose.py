@@ -17,7 +17,7 @@ def choose(survival: Sequence[F64], num_tokens: int, cost_ms: Callable[[int], fl
     """Drafts for each row. `survival[row][i]` is how likely the row's first i + 1 drafts are all right: it falls with i.
 
     Taken are the likeliest of all drafts, as many of them as make (tokens yielded) / (time of the step) largest, at most
-    `num_tokens`. `cost_ms`: what a step takes with so many drafts in all.
+    `num_tokens`. `cost_ms`: what a step takes, by its number of drafts.
     """
     num_rows = len(survival)
     counts = np.zeros(num_rows, np.int32)

@@ -15,7 +15,7 @@ _SLOPE = 0.1
 
 
 def size_of(num_tokens: int) -> int:
-    """Token counts that are told apart: each of the first 32, then fewer."""
+    """The size class of a token count: each of the first 32, then fewer."""
     if num_tokens <= 32:
         return num_tokens
     step = 8 if num_tokens <= 128 else 32
@@ -23,7 +23,7 @@ def size_of(num_tokens: int) -> int:
 
 
 def rows_of(num_rows: int) -> int:
-    """Numbers of rows that are told apart: each of the first 8, then by doubling."""
+    """The class of a number of rows: each of the first 8, then by doubling."""
     return num_rows if num_rows <= 8 else 8 + num_rows.bit_length()
 
 
@@ -49,7 +49,7 @@ class _Times:
         return len(self._recent.get(size_of(num_tokens), ()))
 
     def of(self, num_tokens: int, slope_ms: float) -> float | None:
-        """Milliseconds of a step of so many tokens: measured, between two that were, or `slope_ms` a token beyond them."""
+        """Milliseconds of a step: measured, between two that were, or `slope_ms` for each token beyond them."""
         if not self._sizes:
             return None
         size = size_of(num_tokens)

@@ -21,8 +21,9 @@ times as fast without that (AMD Zen 3)."""
 LINK_FLAGS = ("-shared", "-s", "-lpthread")
 """No OpenMP runtime is linked. The process has torch's (a second one would be a second pool of threads), and torch's file
 has another name in every build of torch; the two functions that the kernels call are found when they are loaded."""
-TIMEOUT_S = 300.0
-"""For one call of the compiler; on a slow single core the largest file takes about 40 s."""
+TIMEOUT_S = 900.0
+"""For one call of the compiler. The largest file takes 20 s of a core, 40 s of a slow one; beside twenty busy processes
+300 s were not enough."""
 WORKPLACE = ".build-"
 """How the names of temporary directories begin."""
 
