@@ -1,9 +1,9 @@
 """States of models with layers that keep one: where rows' states come from, and which of them the tree is to have.
 
 A row begins with the state of the prefix that it found, or with none. Of prompts the state is saved behind the last full
-page of each chunk, and where the prompt leaves what the tree has: others may part there, too. Behind the last token of a
-prompt it is of no use to the same prompt, which computes that token anew: there it is saved a page before. Of answers it is
-saved every
+page of each chunk, and where the prompt leaves what the tree has: others may part there, too. Where the last
+page ends with the prompt, the same prompt can't use that, as it computes its last token anew: the state is saved a page
+before, too (instead, with pages of one token). Of answers it is saved every
 `Limits.state_interval` tokens in one place of the row's own, which the tree gets when the row lets go.
 """
 
@@ -61,9 +61,11 @@ class StateStep:
         """A chunk of a prompt, of which the tree had `known` tokens. `is_last`: the prompt ends with it."""
         if not self._cache.enabled:
             return
-        end = job.tree_end(start + num_tokens - is_last)
-        end -= end % self._cache.page_size
-        for at in sorted({known, end}):
+        size = self._cache.page_size
+        end = job.tree_end(start + num_tokens)
+        again = job.tree_end(start + num_tokens - is_last)
+        end, again = end - end % size, again - again % size
+        for at in sorted({known, again, end if size > 1 else again}):
             if start < at <= end:
                 place = self._cache.tree.lend_snapshot()
                 if place:
