@@ -264,6 +264,8 @@ class TritonAttention:
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:
         """`forward` for KV that is already in the pages. With the step's keys and values at hand, rows without context are
         attended to without pages, where that is faster."""
+        if spec.topk and self._choice is not None:
+            raise RuntimeError("what reads chosen tokens gives its latents to forward_latent")
         q = q_TNH if q_TNH.stride(2) == 1 else q_TNH.contiguous()
         prepared = self._kind(spec, q, v_TKH)
         if k_TKH is not None and v_TKH is not None:
