@@ -43,9 +43,8 @@ class KvPlan:
 
 
 def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: int) -> KvPlan:
-    """Groups for requests of up to `context` tokens, and columns of `page_size` of them."""
-    if layout.cp > 1:
-        return all_in_one(facts, layout, _if_windows(facts, context, "ranks share the tokens of each sequence"))
+    """Groups for requests of up to `context` tokens, and columns of `page_size` of them on each rank of those that share
+    contexts."""
     lifetimes = lifetimes_of(facts, context)
     kinds = sorted(dict.fromkeys(lifetimes), key=order)
     if all(isinstance(kind, Grows) for kind in kinds):
@@ -69,7 +68,7 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
         )
 
     def cost(per_line: int) -> float:
-        taken = KvLayout(made(per_line), page_size)
+        taken = KvLayout(made(per_line), page_size * layout.cp)
         penalty = 1 + _LINE_COST * (taken.column_pages + taken.fixed_pages)
         return per_line * taken.pages_for(nominal) * penalty
 
@@ -204,7 +203,7 @@ def _parts(
 
 def _most_in_line(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup], kept_by: Callable[[Mixer], int]) -> int:
     """What a page holds for each token of a column, on the rank where it is most: as many layers as the longest line has
-    there. `kept_by`: how much one layer keeps of a token."""
+    there; on average where ranks share contexts. `kept_by`: how much one layer keeps of a token."""
     most = 0
     for rank in range(layout.size):
         held = held_layers(facts, layout, layout.place(rank)["pp"])
@@ -214,4 +213,4 @@ def _most_in_line(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup], 
             if first is not None:
                 kept = kept_by(rank_mixer(facts.kv_mixers[held.start + first], layout, rank))
                 most = max(most, longest * kept // group.parts)
-    return most
+    return -(-most // layout.cp)

@@ -125,6 +125,20 @@ class ContextShare:
         return self.axis.talk.all_reduce(torch.where(owner[:, None], found, 0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What layers of one line need, of all tokens of the step."""
+
+    loc_T: Tensor
+    """Where this rank keeps a token; -1: it does not."""
+    alike_loc: Tensor
+    """The same, of tokens that all ranks compute."""
+    alike: PartialAttention | None
+    """Of rows that all ranks compute; None: there are none."""
+    context_loc: Tensor | None
+    """Where this rank keeps what it has of the contexts of rows that are split; None: there are none."""
+
+
 class SharedContextAttention:
     """Attention of one step over KV that ranks share."""
 
@@ -133,34 +147,46 @@ class SharedContextAttention:
     ) -> None:
         """`inputs`: of all tokens of the step, with pages that hold all tokens of a sequence, but this rank's caches."""
         self._inputs, self._axis, self._share, self._cut = inputs, axis, share, cut
-        self._loc_T = share.locations(inputs.loc_T)
-        self._alike: PartialAttention | None = None
-        self._num_alike = inputs.num_tokens
-        self._gathered: _Gathered | None = None
-        if cut is None:
-            self._alike = PartialAttention(inputs, share)
-            return
-        self._num_alike = len(cut.alike)
-        if len(cut.alike_rows):
-            self._alike = PartialAttention(_some_rows(inputs, cut.alike_rows, len(cut.alike)), share)
-        self._gathered = _Gathered(inputs, axis, share, cut, attention)
+        self._num_alike = inputs.num_tokens if cut is None else len(cut.alike)
+        self._gathered = None if cut is None else _Gathered(inputs, axis, share, cut, attention)
+        self._lines: dict[int, _Line] = {}
 
     def forward(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Of this rank's tokens."""
-        inputs, cut, here = self._inputs, self._cut, self._num_alike
+        inputs, here, line = self._inputs, self._num_alike, self._line_of(spec.layer)
         k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
         k_scale, v_scale = inputs.scales(spec.layer)
-        loc_T = self._loc_T if cut is None else self._loc_T[torch.from_numpy(cut.alike).to(self._loc_T.device)]
-        write_kv(k_TKH[:here], v_TKH[:here], k_cache, v_cache, loc_T, k_scale=k_scale, v_scale=v_scale)
+        write_kv(k_TKH[:here], v_TKH[:here], k_cache, v_cache, line.alike_loc, k_scale=k_scale, v_scale=v_scale)
         parts = []
-        if self._alike is not None:
-            parts.append(self._over_all_ranks(self._alike, spec, q_TNH[:here]).to(q_TNH.dtype).flatten(1))
+        if line.alike is not None:
+            parts.append(self._over_all_ranks(line.alike, spec, q_TNH[:here]).to(q_TNH.dtype).flatten(1))
         if self._gathered is not None:
-            parts.append(self._gathered.forward(spec, q_TNH[here:], k_TKH[here:], v_TKH[here:], self._loc_T))
+            assert line.context_loc is not None
+            new = q_TNH[here:], k_TKH[here:], v_TKH[here:]
+            parts.append(self._gathered.forward(spec, *new, line.loc_T, line.context_loc))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend(self, spec: Spec, q_TNH: Tensor) -> Tensor:
         raise AssertionError("models whose layers share KV are refused where ranks share contexts")
+
+    def _line_of(self, layer: int) -> _Line:
+        lines = self._inputs.lines
+        number = 0 if lines is None else lines.of_layer[layer]
+        if number not in self._lines:
+            self._lines[number] = self._made(replace(self._inputs.of_layer(layer), lines=None))
+        return self._lines[number]
+
+    def _made(self, inputs: AttentionInputs) -> _Line:
+        """`inputs`: with the page table of the line."""
+        cut, share = self._cut, self._share
+        loc_T = share.locations(inputs.loc_T)
+        if cut is None or self._gathered is None:
+            return _Line(loc_T, loc_T, PartialAttention(inputs, share), None)
+        alike = None
+        if len(cut.alike_rows):
+            alike = PartialAttention(_some_rows(inputs, cut.alike_rows, len(cut.alike)), share)
+        at = torch.from_numpy(cut.alike).to(loc_T.device)
+        return _Line(loc_T, loc_T[at], alike, self._gathered.kept(inputs))
 
     def _over_all_ranks(self, alike: PartialAttention, spec: Spec, q_TNH: Tensor) -> Tensor:
         out_TNV, lse_TN = alike.forward(spec, q_TNH)
@@ -174,7 +200,8 @@ class _Gathered:
     def __init__(
         self, inputs: AttentionInputs, axis: Axis, share: TokenShare, cut: Cut, attention: AttentionFactory
     ) -> None:
-        self._inputs, self._axis, self._cut = inputs, axis, cut
+        """`inputs`: of any line. What is gathered lies in pages as large as its, whichever line it comes from."""
+        self._inputs, self._axis, self._cut, self._share = inputs, axis, cut, share
         device = inputs.loc_T.device
         page = inputs.page_size // share.size
         self._most = max(len(each) for each in cut.split_of)
@@ -186,7 +213,7 @@ class _Gathered:
         self._source = torch.from_numpy(source[self._tokens.numpy()]).to(device)
         """Where each of them is among those of all ranks."""
         self._tokens = self._tokens.to(device)
-        self._context_loc, places, pages = self._laid_out(page, share)
+        places, pages = self._laid_out(page)
         new = [np.arange(each.context, each.context + each.num_query) for each in cut.rows]
         self._new_loc = torch.from_numpy(
             np.concatenate([first * page + at for (first, _), at in zip(pages, new, strict=True)])
@@ -198,25 +225,32 @@ class _Gathered:
         self._k_caches, self._v_caches = [keys for keys, _ in beside], [values for _, values in beside]
         self._backend = attention(self._own_rows(page, pages, axis.rank))
 
-    def _laid_out(self, page: int, share: TokenShare) -> tuple[Tensor, I64, list[tuple[int, int]]]:
-        """(where this rank keeps what it has of the rows' contexts, where all of them go, first page and pages of each
-        row). Of each row every rank brings equally many tokens, so that a token's place does not depend on whose it is."""
-        inputs, device = self._inputs, self._inputs.loc_T.device
-        kept, places, pages, first = [], [], [], 0
+    def kept(self, inputs: AttentionInputs) -> Tensor:
+        """Where this rank keeps what it has of the rows' contexts, in the pages of a line. Of each row every rank brings
+        equally many tokens, so that a token's place does not depend on whose it is."""
+        page, device = inputs.page_size // self._share.size, inputs.loc_T.device
+        found = []
+        for each in self._cut.rows:
+            here = torch.arange(-(-each.context // self._share.size), device=device)
+            table = inputs.page_table[inputs.slots_R[each.row].long()]
+            found.append(table[here // page].long() * page + here % page)
+        return torch.cat(found)
+
+    def _laid_out(self, page: int) -> tuple[I64, list[tuple[int, int]]]:
+        """(where what all ranks keep of the rows' contexts goes, first page and pages of each row)."""
+        places, pages, first, size = [], [], 0, self._share.size
         for each in self._cut.rows:
             count = -(-(each.context + each.num_query) // page)
-            here = torch.arange(-(-each.context // share.size), device=device)
-            table = inputs.page_table[inputs.slots_R[each.row].long()]
-            kept.append(table[here // page].long() * page + here % page)
-            position = np.arange(len(here))[None, :] * share.size + np.arange(share.size)[:, None]  # [ranks, here]
+            here = np.arange(-(-each.context // size))
+            position = here[None, :] * size + np.arange(size)[:, None]  # [ranks, here]
             places.append(np.where(position < each.context, first * page + position, -1))
             pages.append((first, count))
             first += count
-        return torch.cat(kept), np.concatenate(places, 1).reshape(-1), pages
+        return np.concatenate(places, 1).reshape(-1), pages
 
     def _beside(self, k_cache: Tensor, v_cache: Tensor, num_pages: int) -> tuple[Tensor, Tensor]:
         """Room for the keys and values of one layer; layers of one shape share it."""
-        page = k_cache.shape[1]
+        page = self._inputs.page_size // self._share.size
         shape = (*k_cache.shape[2:], *v_cache.shape[2:])
         if shape not in self._scratch:
             keys = k_cache.new_zeros(num_pages, page, *k_cache.shape[2:])
@@ -256,17 +290,19 @@ class _Gathered:
             host=HostLengths(num_query_R=queries, context_R=lengths - queries),
         )
 
-    def forward(self, spec: Spec, q_MNH: Tensor, k_MKH: Tensor, v_MKV: Tensor, loc_T: Tensor) -> Tensor:
-        """[M, N * V] of this rank's pieces."""
+    def forward(
+        self, spec: Spec, q_MNH: Tensor, k_MKH: Tensor, v_MKV: Tensor, loc_T: Tensor, context_loc: Tensor
+    ) -> Tensor:
+        """[M, N * V] of this rank's pieces. `loc_T`, `context_loc`: of the layer's line."""
         inputs, layer = self._inputs, spec.layer
         k_SKH, v_SKV = self._all_tokens(k_MKH), self._all_tokens(v_MKV)
         k_scale, v_scale = inputs.scales(layer)
         k_cache, v_cache = inputs.k_caches[layer], inputs.v_caches[layer]
         keys, values = self._k_caches[layer], self._v_caches[layer]
-        if len(self._context_loc):
-            self._bring_context(k_cache, keys)
+        if len(context_loc):
+            self._bring_context(k_cache, context_loc, keys)
             if not spec.latent:
-                self._bring_context(v_cache, values)
+                self._bring_context(v_cache, context_loc, values)
         write_kv(k_SKH, v_SKV, keys, values, self._new_loc, k_scale=k_scale, v_scale=v_scale)
         write_kv(k_SKH, v_SKV, k_cache, v_cache, loc_T[self._tokens], k_scale=k_scale, v_scale=v_scale)
         if not len(q_MNH):
@@ -279,9 +315,9 @@ class _Gathered:
         padded[: len(x_MKH)] = x_MKH
         return self._axis.talk.all_gather(padded).flatten(0, 1)[self._source]
 
-    def _bring_context(self, cache: Tensor, into: Tensor) -> None:
+    def _bring_context(self, cache: Tensor, context_loc: Tensor, into: Tensor) -> None:
         """Gathers what all ranks keep of the rows' contexts."""
-        mine = cache.flatten(0, 1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)[self._context_loc]
+        mine = cache.flatten(0, 1).view(torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype)[context_loc]
         every = self._axis.talk.all_gather(mine.contiguous()).flatten(0, 1)
         real = self._old_loc >= 0
         into.flatten(0, 1).view(every.dtype)[self._old_loc[real]] = every[real]

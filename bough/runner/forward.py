@@ -126,7 +126,8 @@ class Forward:
         start_step(state, tensors, self.page_size)
         lines = None
         if pool.line_of is not None:
-            sizes = pool.page_sizes[: len(state.tables)]
+            sharers = 1 if self.context is None else self.context.axis.size
+            sizes = [size * sharers for size in pool.page_sizes[: len(state.tables)]]
             locs = (tensors.loc_T, *locate(state, tensors, sizes))
             lines = Lines(pool.line_of, state.tables, locs, sizes)
         tree = None

@@ -97,7 +97,10 @@ class PartialAttention:
         keys_S = torch.arange(k_BSKH.shape[1], device=scores.device) * self._share.size + self._share.rank
         if spec.slopes is not None:
             scores = scores + by_row(spec.slopes, spec.num_kv_heads, queries) * keys_S
-        seen = self._seen(spec, keys_S, bucket).repeat(1, group, 1).unsqueeze(1)
+        seen_BQS = self._seen(spec, keys_S, bucket)
+        # Pages before a window, and behind a row's end, may be another row's, and hold what is not a number.
+        v_BSKV = v_BSKV.masked_fill(~seen_BQS.any(1)[:, :, None, None], 0.0)
+        seen = seen_BQS.repeat(1, group, 1).unsqueeze(1)
         scores = scores.masked_fill(~seen, float("-inf"))
         if spec.sinks is not None and self._share.rank == 0:  # a sink takes part once
             beside = by_row(spec.sinks, spec.num_kv_heads, queries).expand(*scores.shape[:3], 1)
