@@ -152,8 +152,6 @@ class GatedDelta(KeepsState):
     channel_rank: int | None = None
     """Kimi's: what is kept at each number of a head's key decays by a rate of its own. Those rates, and gates, which pass a
     sigmoid, are made from this many values each. None: rates are by head, and gates pass SiLU."""
-    correction: float = 1.0
-    """Tokens correct by at most this part of the difference; above 1 they may overshoot."""
 
     @property
     def num_heads(self) -> int:

@@ -59,7 +59,7 @@ class GatedDeltaNet(StateLayer):
         else:
             a_TF, z_TF = self.low(x_TD)
             gate_TF = z_TF.float().sigmoid()
-        b_TH = self.facts.correction * rates[0].float().sigmoid()
+        b_TH = rates[0].float().sigmoid()
         g_THK = F.softplus(a_TF.float() + self.dt_bias.weight).view(*b_TH.shape, -1) * -self.a_log.weight.exp()[:, None]
         read_THV = self.over_rows((torch.cat(qkv, 1), g_THK, b_TH), batch)
         gated_THV = self.norm(read_THV.to(x_TD.dtype)).float() * gate_TF.view(read_THV.shape)
