@@ -27,7 +27,7 @@ from bough.memory.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TileOrder:
     """Tokens of all images, in each of them those of tiles that are there first."""
 
     at_T: Tensor
@@ -38,14 +38,14 @@ class Order:
     """...of so many."""
 
 
-def order_of(items: Sequence[TowerInput], facts: MllamaVision) -> Order:
+def order_of(items: Sequence[TowerInput], facts: MllamaVision) -> TileOrder:
     at, size = [], facts.tiles * facts.padded
     for number, item in enumerate(items):
         place_GS = torch.arange(size, device=item.features.device).view(facts.tiles, facts.padded)
         is_there_GS = torch.zeros_like(place_GS, dtype=torch.bool)
         is_there_GS[: item.grid[0], : facts.tokens] = True
         at.append(torch.argsort(~is_there_GS.view(-1), stable=True) + number * size)
-    return Order(torch.cat(at), [item.grid[0] * facts.tokens for item in items], size)
+    return TileOrder(torch.cat(at), [item.grid[0] * facts.tokens for item in items], size)
 
 
 class GatedTiles(nn.Module):
@@ -93,7 +93,7 @@ class MllamaTowerBlock(nn.Module):
         self.attn_gate = Learned((1,), build) if gated else None
         self.mlp_gate = Learned((1,), build) if gated else None
 
-    def forward(self, x_TD: Tensor, order: Order) -> Tensor:
+    def forward(self, x_TD: Tensor, order: TileOrder) -> Tensor:
         q_TNH, k_TNH, v_TNH = self.qkv(self.attn_norm(x_TD))
         read = []
         images = (torch.split(each, order.total) for each in (q_TNH, k_TNH, v_TNH))
@@ -168,7 +168,7 @@ class MllamaTower(Tower):
         return F.pad(x_BGPD, (0, 0, 0, facts.padded - facts.tokens))
 
 
-def _there(x_TD: Tensor, order: Order) -> Tensor:
+def _there(x_TD: Tensor, order: TileOrder) -> Tensor:
     """Tokens of tiles that are there."""
     images = torch.split(x_TD, order.total)
     return torch.cat([x[:there] for x, there in zip(images, order.there, strict=True)])

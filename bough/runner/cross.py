@@ -34,7 +34,7 @@ class FreshMedia:
 
 
 @dataclass(frozen=True, slots=True)
-class Sights:
+class MediaSights:
     """Tokens that see other media than their slot's answer will."""
 
     at_S: Tensor
@@ -56,7 +56,7 @@ class CrossPages:
         """`attention`: serves nothing else. `most`: positions of a request's media."""
         self._pool, self._state, self._attention, self._most = pool, state, attention, most
 
-    def of_step(self, token_slots_T: Tensor, fresh: FreshMedia | None, sights: Sights | None) -> StepCross:
+    def of_step(self, token_slots_T: Tensor, fresh: FreshMedia | None, sights: MediaSights | None) -> StepCross:
         """What the tokens of a step read. Queues device work only, and may be captured without `fresh` and `sights`."""
         pool, state = self._pool, self._state
         assert state.media_len is not None
@@ -92,7 +92,7 @@ class CrossPages:
         return StepCross(pool, len(state.tables), self._attention(inputs), inputs, lengths_T, fresh)
 
 
-def _with_runs(table: Tensor, parts: int, sights: Sights) -> Tensor:
+def _with_runs(table: Tensor, parts: int, sights: MediaSights) -> Tensor:
     """A page table of media with a line for each run, which begins where the run sees media. `parts`: pages of a column."""
     width = table.shape[1]
     at_PW = sights.column_P[:, None] * parts + torch.arange(width, device=table.device)

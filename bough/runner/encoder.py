@@ -17,7 +17,7 @@ from bough.kernels.step_start import SlotState
 from bough.layers.batch import Batch, BatchMedia
 from bough.layers.tower import Tower, TowerInput
 from bough.memory.transfer import upload
-from bough.runner.cross import FreshMedia, Sights
+from bough.runner.cross import FreshMedia, MediaSights
 
 
 class TowerRunner:
@@ -93,7 +93,7 @@ class MediaTensors:
     """Tokens that see each other in both directions."""
     fresh: FreshMedia | None = None
     """What cross attention has to write; None: nothing."""
-    sights: Sights | None = None
+    sights: MediaSights | None = None
     """Tokens that see other media by cross attention than their slot's answer; None: there are none."""
 
     def put(self, batch: Batch) -> None:
@@ -139,10 +139,10 @@ def media_tensors(media: StepMedia, encoder: TowerRunner | None, device: torch.d
     return MediaTensors(values, axes_at, axes, spans, fresh, _sights(media, device))
 
 
-def _sights(media: StepMedia, device: torch.device) -> Sights | None:
+def _sights(media: StepMedia, device: torch.device) -> MediaSights | None:
     if not len(media.sights):
         return None
     slots, columns, lengths, firsts, counts = media.sights.astype(np.int64).T
     runs = np.arange(len(counts)).repeat(counts)
     at = np.arange(counts.sum()) - (np.cumsum(counts) - counts)[runs] + firsts[runs]
-    return Sights(*(upload(each, device) for each in (at, lengths[runs], runs, slots, columns)))
+    return MediaSights(*(upload(each, device) for each in (at, lengths[runs], runs, slots, columns)))

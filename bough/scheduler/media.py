@@ -29,7 +29,7 @@ Open = Callable[[Features], npt.NDArray[np.generic]]
 """Opens the features of an item. Raises `OSError` or `ValueError` if they are gone, or are others."""
 
 
-class Sight(NamedTuple):
+class MediaSight(NamedTuple):
     """Which of a request's media tokens see by cross attention, from one of them on."""
 
     start: int
@@ -43,7 +43,7 @@ class Sight(NamedTuple):
 class FixedOrder(NamedTuple):
     """How a request's media lie in the pages that cross attention reads."""
 
-    sights: tuple[Sight, ...]
+    sights: tuple[MediaSight, ...]
     """By their first token. What answers see is the last one, and begins in column 0."""
     starts: tuple[int, ...]
     """By item: its first position."""
@@ -67,12 +67,12 @@ def fixed_order(items: Sequence[MediaItem], column: int) -> FixedOrder:
         for number in group:
             starts[number] = first + length
             length += items[number].count
-            seen.append(Sight(items[number].start, first // column, length))
+            seen.append(MediaSight(items[number].start, first // column, length))
         sights.append(seen if items[group[0]].length else seen[-1:])
         size += -(-length // column) * column
     ordered = [sight for seen in reversed(sights) for sight in seen]
     if ordered and ordered[0].start > 0:
-        ordered.insert(0, Sight(0, 0, 0))
+        ordered.insert(0, MediaSight(0, 0, 0))
     return FixedOrder(tuple(ordered), tuple(starts), size)
 
 
@@ -128,7 +128,7 @@ class JobMedia:
             counts[item.kind] += item.count
         return dict(counts)
 
-    def sights_between(self, start: int, stop: int) -> Iterator[tuple[Sight, int, int]]:
+    def sights_between(self, start: int, stop: int) -> Iterator[tuple[MediaSight, int, int]]:
         """What tokens `start .. stop - 1` see by cross attention, where it is not what answers see: the sight, and the first
         of its tokens and the one behind the last of them."""
         sights = self.fixed.sights
