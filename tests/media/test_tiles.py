@@ -36,6 +36,10 @@ from bough.multimodal.placing import Placed, Placer
 from bough.multimodal.processor import Prepared, Processed
 
 SHAPES = [(24, 40), (37, 20), (16, 16), (9, 61)]
+NAMES = [
+    pytest.param(name, marks=pytest.mark.long if name in ("glm46v", "idefics2-quarters") else ())
+    for name in TILE_FAMILIES
+]
 SETUPS = {
     "plain": Setup(overlap=False, radix_cache=False),
     "in sevens, in a small store": Setup(chunk_tokens=7, page_size=4, media_rows=96, step_patches=1),
@@ -70,7 +74,7 @@ def case(name: str) -> tuple[Placed, dict[str, np.ndarray], dict[str, Any]]:
     return placed, {each.features.path: array for each, array in media}, tiled.theirs(text, images)
 
 
-@pytest.mark.parametrize("name", TILE_FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_ids_features_and_answers_are_transformers(name: str) -> None:
     tiled = load_tiled(name)
     placed, features, theirs = case(name)
@@ -127,7 +131,7 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
         assert not setup.radix_cache or found.end.cached_tokens > len(placed.ids) - 5
 
 
-@pytest.mark.parametrize("name", TILE_FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_counted_and_bounds_hold(name: str) -> None:
     tiled = load_tiled(name)
     facts = facts_of(tiled.checkpoint.config)
