@@ -185,13 +185,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+VARIANTS = {
+    "cool", "hot", "top_k of 1", "top_k and top_p", "filters at a temperature", "frequency", "negative frequency",
+    "repetition below 1",
+}  # fmt: skip
+"""Other values of what another case draws with, or parts of it: long."""
+
+
 def sampling(given: dict[str, Any]) -> SamplingParams:
     params = SamplingParams(**{"max_new_tokens": TOKENS, "ignore_eos": True, **given})
     params.check(VOCAB)
     return params
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.long] if name in VARIANTS else []) for name in CASES]
+)
 def test_draws_follow_their_distribution_and_no_near_one(case: str) -> None:
     asked, near = (sampling(each) for each in CASES[case])
     # short answers draw from several seeds, to have as much to judge
