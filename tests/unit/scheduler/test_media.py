@@ -174,21 +174,21 @@ def test_messages_that_contradict_themselves_are_refused(change: dict[str, objec
         return Generate(id=1, rid="r", prompt=pack_ids(prompt), sampling=sampling, media=(given,), positions=positions)
 
     opened = lambda _: np.zeros(1, np.uint8)
-    assert job_media(ask(good), prompt, limits, opened).places.tolist() == [2, 3, 4, 5]
+    assert job_media(ask(good), prompt, limits, opened, page_size=4).places.tolist() == [2, 3, 4, 5]
     with pytest.raises(BoughError, match=why):
-        job_media(ask(replace(good, **change)), prompt, limits, opened)
+        job_media(ask(replace(good, **change)), prompt, limits, opened, page_size=4)
     with pytest.raises(BoughError, match="positions"):
-        job_media(ask(good, b"1234"), prompt, limits, opened)
+        job_media(ask(good, b"1234"), prompt, limits, opened, page_size=4)
     with pytest.raises(BoughError, match="at most 0 can be kept"):
-        job_media(ask(item(1, 2, 4)), prompt, MediaLimits(num_rows=0, step_tokens=1), opened)
+        job_media(ask(item(1, 2, 4)), prompt, MediaLimits(num_rows=0, step_tokens=1), opened, page_size=4)
 
     def gone(_: Features) -> np.ndarray:
         raise FileNotFoundError
 
     with pytest.raises(BoughError, match="memory is gone"):
-        job_media(ask(good), prompt, limits, gone)
+        job_media(ask(good), prompt, limits, gone, page_size=4)
     with pytest.raises(BoughError, match="text only"):
-        job_media(ask(good), prompt, None, None)
+        job_media(ask(good), prompt, None, None, page_size=4)
 
 
 def test_atomic_items_are_neither_cut_nor_found_in_part() -> None:
@@ -210,7 +210,7 @@ def test_atomic_items_are_neither_cut_nor_found_in_part() -> None:
         assert EncodePlan(account).fit(made, start, count, most) == fits, (start, count, most)
     ask = Generate(id=1, rid="a", prompt=pack_ids(prompt), sampling=SamplingParams(), media=items)
     with pytest.raises(BoughError, match="chunked-prefill-size"):
-        job_media(ask, np.array(prompt, np.int32), limits, account.open_features)
+        job_media(ask, np.array(prompt, np.int32), limits, account.open_features, page_size=4)
     made.features = {each.features.path: np.zeros(1, np.uint8) for each in items}
     step = MediaStep(account, np.zeros(4, np.int32), 0)
     step.add_all([MediaChunk(slot=3, job_id=1, media=made, start=1, stop=8, at=5)])
