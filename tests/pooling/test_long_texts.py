@@ -110,8 +110,8 @@ async def test_many_short_pairs_are_not_rendered_in_the_loop(
         threads.add(threading.get_ident())
         return inner(self, query, document, instruct)
 
+    made, _ = generative(tokenizer, answer, "plain", context_length=200)  # tries its template once
     monkeypatch.setattr(Renderer, "render", render)
-    made, _ = generative(tokenizer, answer, "plain", context_length=200)
     await made.relevance([("a", "b")] * 500, CUT)
     assert threads
     assert threading.get_ident() not in threads
