@@ -33,9 +33,9 @@ class TileOrder:
     at_T: Tensor
     """int64: where each token is in [B, G, S]."""
     there: list[int]
-    """By image: tokens of tiles that are there..."""
+    """By image: tokens of tiles that are there."""
     total: int
-    """...of so many."""
+    """Tokens of an image, with those of tiles that are not there."""
 
 
 def order_of(items: Sequence[TowerInput], facts: MllamaVision) -> TileOrder:

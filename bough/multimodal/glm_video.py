@@ -103,6 +103,6 @@ def _at_changing_rates(info: VideoInfo, seconds: float) -> list[int]:
 
 
 def _spread(first: int, last: int, count: int) -> list[int]:
-    """So many whole numbers at even distances."""
+    """`count` whole numbers at even distances."""
     found: list[int] = np.linspace(first, last, count, dtype=int).tolist()
     return found

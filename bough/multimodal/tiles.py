@@ -100,7 +100,7 @@ class TileProcessor(Processor):
         return pixels, self.frame_items(len(pixels)), self.notes(info, indices)
 
     def frame_items(self, count: int) -> tuple[ItemShape, ...]:
-        """Those of a video of so many frames."""
+        """Those of a video, by its number of frames."""
         return tuple(
             ItemShape((1, 0, 0), self.positions_of_tile, self.patches, number, number + 1) for number in range(count)
         )

@@ -20,7 +20,7 @@ from bough.kernels.launching import cdiv, power_of_two
 BLOCK_S = 64
 """Tokens that are scored at once."""
 SPLITS = 64
-"""Programs of a query that score, at most: each takes every so many-th block."""
+"""Programs of a query that score, at most: they take blocks in turn."""
 BLOCK_K = 1024
 """Scores that are compared at once."""
 _DIGIT = tl.constexpr(8)
