@@ -41,7 +41,8 @@ def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     lowest = (x.amin(-1) + 0.0).view(torch.int32)  # of two zeros the positive one
     low_bits = torch.where(lowest < 0, lowest + 0xFFFF, lowest) & _UPPER
     low = low_bits.view(torch.float32)
-    step_bits = (((x.amax(-1) - low) / most).view(torch.int32) + 0xFFFF) & _UPPER
+    # By a tensor: a GPU divides by a number of Python's by way of its reciprocal, which rounds twice.
+    step_bits = (((x.amax(-1) - low) / low.new_full((), most)).view(torch.int32) + 0xFFFF) & _UPPER
     step_bits = torch.where(step_bits.view(torch.float32) < SMALLEST_STEP, 0, step_bits)
     step = step_bits.view(torch.float32)
     inverse = torch.where(step > 0, 1.0 / step, 0.0)

@@ -8,6 +8,8 @@ are (`triton.attend`). N heads, R width of a latent, E width of the rotated part
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +21,20 @@ from bough.kernels.rotary.triton import to_cache
 _HEADS = 8
 """Heads whose queries a program rotates."""
 _LOG2E = tl.constexpr(1.4426950408889634)
-BLOCK_M, BLOCK_N = 128, 64
+
+
+class Tiling(NamedTuple):
+    """How queries and keys are cut, for queries of 2 bytes a number or of 4."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+_SHORT, _LONG, _EXACT = Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 3), Tiling(64, 32, 8, 1)
+"""Of at most 64 queries a row, of more; and of float32, whose products go by way of registers: blocks of twice the bytes
+must leave room for the queries in 99 KiB of shared memory."""
 
 
 @triton.jit(do_not_specialize=["front"])
@@ -360,8 +375,9 @@ def attend_expanded(
     _, num_heads, width = q_TNH.shape
     keys, _, nope = k_SNC.shape
     v_width, rotated = v_SNV.shape[2], width - nope
-    is_small = most_query <= 64
-    _expanded_kernel[(cdiv(most_query, 64 if is_small else BLOCK_M), num_heads, rows)](
+    is_exact = q_TNH.dtype == torch.float32
+    tiling = _EXACT if is_exact else _SHORT if most_query <= _SHORT.block_m else _LONG
+    _expanded_kernel[(cdiv(most_query, tiling.block_m), num_heads, rows)](
         q_TNH,
         k_SNC,
         rotated_SE,
@@ -391,13 +407,13 @@ def attend_expanded(
         FRESH=fresh_from is not None,
         BEGINS=first_key == 0,
         PARTIAL=partial_lse is not None,
-        PRECISION="ieee" if q_TNH.dtype == torch.float32 else "tf32",
-        BLOCK_M=64 if is_small else BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        PRECISION="ieee" if is_exact else "tf32",
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
         BLOCK_C=power_of_two(nope, 16),
         BLOCK_E=power_of_two(rotated, 16),
         BLOCK_V=power_of_two(v_width, 16),
-        num_warps=4 if is_small else 8,
-        num_stages=3,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
         **pdl_options(q_TNH.device),
     )

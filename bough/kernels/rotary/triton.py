@@ -262,7 +262,11 @@ def _write_codes(
     x, head_step, cache, ranges, at, K: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes and ranges of one token's heads: what `kv_codes.encode` makes, by the two halves of a vector."""
+    """Codes and ranges of one token's heads: what `kv_codes.encode` makes, to the bit, by the two halves of a vector.
+
+    Its kernel is compiled without fused multiply-add, which would round a number's place in its range once instead of
+    twice: numbers in the middle between two codes (1 of 1,000 where they are of 16 bits) would get the other one.
+    """
     HALF: tl.constexpr = D // 2
     MOST: tl.constexpr = (1 << BITS) - 1
     head = tl.arange(0, BLOCK_K)
@@ -522,6 +526,7 @@ def write_kv(
             BLOCK_H=power_of_two(width // 2),
             BLOCK_V=power_of_two(v.shape[2] // 2),
             num_warps=max(1, min(8, widest // 256)),
+            enable_fp_fusion=False,
             **pdl_options(k.device),
         )
         return
