@@ -3,7 +3,8 @@
     make test-gpu
 
 Workers share the device's memory. Files with large models are a group (`xdist_group`), which one worker runs, so that no
-model is there twice; what tests leave in an allocator's cache goes back after each.
+model is there twice; what tests leave in an allocator's cache goes back after each. Workers share the processor too: each
+computes references there with one thread, since threads of several workers that wait for each other take many times as long.
 """
 
 import fcntl
@@ -17,13 +18,25 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The parts of the table of kernels come first, since they take the longest; tests that nothing may run beside come
+    last, when what they compile is there and nobody is left to wait for them."""
     here = [item for item in items if "tests/gpu" in str(item.path)]
+    if len(here) == len(items):
+        items.sort(key=_turn)
     for item in here:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.get_closest_marker("alone"):
+        return 2
+    return 0 if item.path.name == "test_triton_kernels.py" else 1
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from bough.bench.fairness import MOST_RATIO, MOST_SHORT_S
 from bough.cli import bench
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.alone, pytest.mark.xdist_group("large models")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.alone]
 
 
 def test_others_hardly_notice(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ def test_what_is_allocated_is_what_was_planned(name: str, tmp_path: Path) -> Non
     """To 1 %, beside tables and buffers."""
     made = built(
         name, tmp_path, "cuda", allocated=torch.cuda.memory_allocated, max_total_tokens=1_048_576, cuda_graph=False,
-        max_running_requests=64, first_layer_table="off",
+        max_running_requests=128, first_layer_table="off",
     )  # fmt: skip
     plan, (weights, rest) = made.plan, made.allocated
     kept = plan.kv_bytes + plan.state_bytes
@@ -33,4 +33,4 @@ def test_what_is_allocated_is_what_was_planned(name: str, tmp_path: Path) -> Non
     assert made.held.kv_bytes == pytest.approx(plan.kv_bytes, rel=0.01)
     assert made.held.state_bytes == pytest.approx(plan.state_bytes, rel=0.01)
     assert abs(rest - kept) <= 0.01 * kept + _TABLES
-    assert kept > 100 * _TABLES / 10, "what is planned is more than what is not"
+    assert kept > 10 * _TABLES, "what is planned is more than what is not"

@@ -56,7 +56,7 @@ def same_weights(ours: torch.nn.Module, theirs: Any) -> None:
     """Copies our weights to where transformers keeps them."""
     sizes = (CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"], CONFIG["num_key_value_heads"])
     mine = dict(ours.named_parameters())
-    pairs = {"model.embed_tokens.weight": mine["embed.matrix.weight"], "model.norm.weight": mine["norm.weight"]}
+    pairs = {"model.embed_tokens.weight": mine["embed.tokens.matrix.weight"], "model.norm.weight": mine["norm.weight"]}
     pairs["lm_head.weight"] = mine["head.matrix.weight"]
     for layer in range(theirs.config.num_hidden_layers):
         here, there = f"layers.{layer}", f"model.layers.{layer}"

@@ -20,20 +20,21 @@ def random_codes(
     ordered: bool = False,
     seed: int = 0,
     shape: tuple[int, int] = (53, 512),
+    device: torch.device | str = "cpu",
 ) -> Codes:
-    generator = torch.Generator().manual_seed(seed)
+    draws: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     most = 256 if kind in ("int8", "float8") else 16
-    values = torch.randint(0, most, shape, dtype=torch.uint8, generator=generator)
+    values = torch.randint(0, most, shape, dtype=torch.uint8, **draws)
     if kind == "float8":
-        values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        values = torch.randn(shape, **draws).to(torch.float8_e4m3fn)
     scales = (-(-shape[0] // rows), -(-shape[1] // group))
     return Codes(
         kind,
         values,
-        (torch.rand(scales, generator=generator) * 0.02 + 0.001).to(dtype),
+        (torch.rand(scales, **draws) * 0.02 + 0.001).to(dtype),
         group,
         rows=rows,
-        zero_OG=torch.randint(0, most, scales, dtype=torch.uint8, generator=generator) if zeros else None,
-        row_scale_O=torch.rand(shape[0], generator=generator) + 0.5 if row_scales else None,
-        group_of_D=torch.randperm(shape[1], generator=generator) // group if ordered else None,
+        zero_OG=torch.randint(0, most, scales, dtype=torch.uint8, **draws) if zeros else None,
+        row_scale_O=torch.rand(shape[0], **draws) + 0.5 if row_scales else None,
+        group_of_D=torch.randperm(shape[1], **draws) // group if ordered else None,
     )

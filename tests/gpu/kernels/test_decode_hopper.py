@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
+from triton_cases.bed import Bed
+from triton_cases.layers import attention_inputs, layer_of
 
 from bough.kernels.attention import decode_hopper
 from bough.kernels.attention.inputs import AttentionInputs
@@ -70,13 +71,13 @@ def _tensors(inputs: AttentionInputs, heads: int, kv_heads: int, norm: bool) -> 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (8, 8), (8, 1), (16, 16)])
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=lambda rows: f"{len(rows)} rows to {max(rows)}")
 def test_gives_what_the_portable_kernels_give(
-    contexts: list[int], heads: int, kv_heads: int, norm: bool, suited: list[object], cases: ModuleType
+    contexts: list[int], heads: int, kv_heads: int, norm: bool, suited: list[object]
 ) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
-    bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
-    spec = cases.layer_of(heads, kv_heads, 128)
+    bed = Bed(torch.device("cuda"), True, random.Random(7))
+    spec = layer_of(heads, kv_heads, 128)
     page_size = PAGES[len(contexts) % len(PAGES)]
-    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
+    inputs = attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
     inputs.k_caches[0].view(-1)[::977] = float("nan")  # what a free page may hold
     inputs.v_caches[0].view(-1)[::977] = float("nan")
     for row, length in enumerate(contexts):  # but nothing that a row attends to
@@ -109,11 +110,11 @@ def test_gives_what_the_portable_kernels_give(
 
 
 @pytest.mark.parametrize(("rows", "most"), [(24, 3000), (160, 700)], ids=["few", "more than warps at once"])
-def test_one_graph_serves_any_lengths(rows: int, most: int, suited: list[object], cases: ModuleType) -> None:
-    bed = cases.Bed(torch.device("cuda"), True, random.Random(9))
-    spec = cases.layer_of(32, 8, 128)
+def test_one_graph_serves_any_lengths(rows: int, most: int, suited: list[object]) -> None:
+    bed = Bed(torch.device("cuda"), True, random.Random(9))
+    spec = layer_of(32, 8, 128)
     page_size = PAGES[0]
-    longest = cases.attention_inputs(bed, [(1, most)] * rows, spec, page_size, torch.bfloat16, pad_rows=0, pad_tokens=0)
+    longest = attention_inputs(bed, [(1, most)] * rows, spec, page_size, torch.bfloat16, pad_rows=0, pad_tokens=0)
     fixed = replace(longest, host=None)
     given = _tensors(fixed, 32, 8, False)
     backend = TritonAttention(torch.device("cuda"))

@@ -2,12 +2,12 @@
 choices, one launch after the other, the same bits."""
 
 import random
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton_cases.bed import poison
 
 from bough.kernels.moe import Routing, lone_hopper, reference, triton as moe
 from bough.kernels.moe.lone_hopper import (
@@ -56,9 +56,7 @@ def _choices(tokens: int, per_token: int, num_experts: int, kind: str) -> Tensor
     return ids.to(torch.int32).cuda()
 
 
-def _check(
-    gate_up: Tensor, down: Tensor, tokens: int, per_token: int, cases: ModuleType, cut: LoneTiling | None = None
-) -> None:
+def _check(gate_up: Tensor, down: Tensor, tokens: int, per_token: int, cut: LoneTiling | None = None) -> None:
     num_experts, width, inner = down.shape
     for kind in ("any", "repeated", "of another rank", "none"):
         x = torch.randn(tokens, width + 64, dtype=torch.bfloat16, device="cuda")[:, :width]
@@ -67,7 +65,7 @@ def _check(
         if kind == "repeated":
             weights = weights.bfloat16()
         room = torch.full((tokens + 8, width), float("nan"), dtype=torch.bfloat16, device="cuda")
-        with cases.poison():
+        with poison():
             experts(x, gate_up, down, weights, ids, room[:tokens], cut)
             again = torch.empty(tokens, width, dtype=torch.bfloat16, device="cuda")
             experts(x, gate_up, down, weights, ids, again, cut)
@@ -81,7 +79,7 @@ def _check(
 
 @pytest.mark.parametrize("inner", [256, 768, 1024, 1536])
 @pytest.mark.parametrize("width", [512, 2048, 4096])
-def test_agrees_with_double_precision(width: int, inner: int, cases: ModuleType) -> None:
+def test_agrees_with_double_precision(width: int, inner: int) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(MOST_EXPERTS, width, inner)
     x = torch.empty(1, width, dtype=torch.bfloat16, device="cuda")
@@ -90,30 +88,30 @@ def test_agrees_with_double_precision(width: int, inner: int, cases: ModuleType)
         for per_token in (1, 2, 8):
             assert suits(x, *stacks, _choices(1, per_token, num_experts, "any"), "silu")
             for tokens in (1, 2, min(4, MOST_PAIRS // per_token)):
-                _check(*stacks, tokens, per_token, cases)
+                _check(*stacks, tokens, per_token)
     many = torch.empty(MOST_PAIRS, width, dtype=torch.bfloat16, device="cuda")
     if suits(many, gate_up, down, _choices(MOST_PAIRS, 1, MOST_EXPERTS, "any"), "silu"):  # their ring fits
-        _check(gate_up, down, MOST_PAIRS, 1, cases)
+        _check(gate_up, down, MOST_PAIRS, 1)
     else:
         assert width == 4096
 
 
 @pytest.mark.parametrize(("width", "inner"), [(264, 24), (2880, 2880), (1000, 40), (64, 2048), (2048, 96), (7168, 256)])
-def test_odd_shapes(width: int, inner: int, cases: ModuleType) -> None:
+def test_odd_shapes(width: int, inner: int) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(32, width, inner)
     for tokens, per_token in ((1, 3), (2, 4), (1, 8)):
-        _check(gate_up, down, tokens, per_token, cases)
+        _check(gate_up, down, tokens, per_token)
 
 
 @pytest.mark.parametrize(
     "cut", [LoneTiling(2048, 768, 16 << 10, 8), LoneTiling(2048, 768, 32 << 10, 4), LoneTiling(2048, 768, 8 << 10, 16)]
 )
-def test_other_cuts(cut: LoneTiling, cases: ModuleType) -> None:
+def test_other_cuts(cut: LoneTiling) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(32, 2048, 768)
     for tokens, per_token in ((1, 8), (4, 8)):
-        _check(gate_up, down, tokens, per_token, cases, cut)
+        _check(gate_up, down, tokens, per_token, cut=cut)
 
 
 def _count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -235,13 +233,13 @@ def _before_experts(x: Tensor, residual: Tensor, how: Routing) -> tuple[Tensor, 
     return total, normed, normed.double() @ how.router_ED.double().T
 
 
-def _check_routed(given: Routed, cases: ModuleType, cut: LoneTiling | None = None) -> None:
+def _check_routed(given: Routed, cut: LoneTiling | None = None) -> None:
     x, residual, how, gate_up, down = given
     (tokens, width), num_experts = x.shape, down.shape[0]
     case = (width, down.shape[2], num_experts, tokens, how.per_token, how.renormalise)
     room = torch.full((2, tokens + 8, width), float("nan"), dtype=torch.bfloat16, device="cuda")
     out, total = room[0, :tokens], room[1, :tokens]
-    with cases.poison():
+    with poison():
         routed_experts(*given, out, total, cut)
         again = torch.empty(2, tokens, width, dtype=torch.bfloat16, device="cuda")
         routed_experts(*given, again[0], again[1], cut)
@@ -257,7 +255,7 @@ def _check_routed(given: Routed, cases: ModuleType, cut: LoneTiling | None = Non
 
 @pytest.mark.parametrize("inner", [256, 768])
 @pytest.mark.parametrize("width", [512, 2048, 4096])
-def test_a_router_before_them(width: int, inner: int, cases: ModuleType) -> None:
+def test_a_router_before_them(width: int, inner: int) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(MOST_EXPERTS, width, inner)
     for num_experts, per_token in ((8, 2), (8, 8), (100, 6), (MOST_EXPERTS, 1), (MOST_EXPERTS, 8)):
@@ -266,22 +264,22 @@ def test_a_router_before_them(width: int, inner: int, cases: ModuleType) -> None
             for renormalise, offset in ((True, 0.0), (False, 1.0)):
                 given = _routed(tokens, per_token, *stacks, renormalise=renormalise, offset=offset)
                 assert tokens > 1 or suits_routed(*given, "silu")
-                _check_routed(given, cases)
+                _check_routed(given)
 
 
 @pytest.mark.parametrize(
     ("width", "inner", "num_experts", "per_token"),
     [(264, 24, 9, 3), (1000, 40, 60, 4), (64, 2048, 33, 32), (7168, 256, 64, 8), (2880, 96, 32, 4), (256, 64, 512, 10)],
 )
-def test_a_router_of_odd_shapes(width: int, inner: int, num_experts: int, per_token: int, cases: ModuleType) -> None:
+def test_a_router_of_odd_shapes(width: int, inner: int, num_experts: int, per_token: int) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(num_experts, width, inner)
     for tokens in (1, 3):
         if tokens * per_token <= MOST_PAIRS and tokens * num_experts <= MOST_LOGITS:
-            _check_routed(_routed(tokens, per_token, gate_up, down), cases)
+            _check_routed(_routed(tokens, per_token, gate_up, down))
 
 
-def test_a_router_with_other_cuts(cases: ModuleType) -> None:
+def test_a_router_with_other_cuts() -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     gate_up, down = _weights(32, 2048, 768)
     for cut in (
@@ -290,7 +288,7 @@ def test_a_router_with_other_cuts(cases: ModuleType) -> None:
         LoneTiling(2048, 768, 8 << 10, 16, 32),
     ):
         for tokens in (1, 4):
-            _check_routed(_routed(tokens, 8, gate_up, down), cases, cut)
+            _check_routed(_routed(tokens, 8, gate_up, down), cut=cut)
 
 
 def _experts_that_say_who_they_are(num_experts: int, width: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,16 @@
+"""Runs operations of the table, one line for each."""
+
+import os
+import sys
+from typing import cast
+
+import torch
+
+from triton_cases.bed import Amount
+from triton_cases.table import run
+
+if __name__ == "__main__":
+    where = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+    amount = cast(Amount, sys.argv[3] if len(sys.argv) > 3 else "all")
+    for operation in sys.argv[1].split(","):
+        print(run(operation, where, int(sys.argv[2]), amount=amount), operation, "cases agree")

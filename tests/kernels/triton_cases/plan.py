@@ -1,0 +1,119 @@
+"""Work lists of attention, against a model of them in plain Python."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from bough.kernels.attention import (
+    plan as planning,
+)
+from bough.kernels.attention.inputs import (
+    AttentionInputs,
+)
+from bough.kernels.attention.plan import Kind, Plan, Shape
+from triton_cases.bed import Bed, Cases, poison
+
+
+def plan_cases(bed: Bed) -> Cases:
+    counts = (1, 7, 64, 100, 256, 300, 1024, 1500) if bed.large else (1, 5, 70, 260)
+    kinds = ("decode", "short", "any", "prefixed")
+    lengths = (40, 900, 30_000)
+    axes = bed.cover(counts, kinds, lengths) if bed.large else [
+        (*each, longest) for longest in lengths for each in bed.cover(counts, kinds)
+    ]  # fmt: skip
+    for count, rows, longest in axes:
+        yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
+
+
+def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
+    """Work lists against a model of them in plain Python, whichever kernel makes them."""
+    rng = bed.rng
+    kv_heads, group = rng.choice((1, 2, 8)), rng.choice((1, 4))
+    kind = Kind(kv_heads * group, kv_heads, rng.choice((None, 50)) if rows != "prefixed" else None, rng.random() < 0.8)
+    block_n, few = 64 if bed.large else rng.choice((16, 64)), rng.random() < 0.3
+    shape = Shape(16, block_n, 4, 2, rng.choice((1, 4)), min_tokens=rng.choice((16, 320)), may_align=not few)
+    per_tile = shape.block_m // group
+    most = {"decode": 1, "short": min(4, per_tile), "any": 2**30, "prefixed": 1}[rows]
+    least, fresh_from = (rng.choice((1, 3)), rng.choice((30, 2**30))) if rows == "any" else (1, 2**30)
+    lengths = [(rng.choice((1, 1, rng.randrange(0, 60)) if rows != "decode" else (1,)), 0) for _ in range(count)]
+    lengths = [(query, rng.choice((0, 1, longest - 1, rng.randrange(longest)))) for query, _ in lengths]
+    lengths += [(0, 0)] * rng.choice((0, 3))
+    prefix = [rng.choice((0, context // block_n * block_n)) for _, context in lengths] if rows == "prefixed" else None
+    spans = [rng.randrange(1, 4) if each else 0 for each in prefix or [0] * len(lengths)]
+    start = np.concatenate(([0], np.cumsum([query for query, _ in lengths])))
+    slots = np.random.permutation(len(lengths))
+    inputs = AttentionInputs(
+        query_start_R1=bed.ints(start),
+        kv_len_R=bed.ints([sum(row) for row in lengths]),
+        slots_R=bed.ints(slots),
+        page_table=bed.ints([[0]]),
+        loc_T=bed.ints([0] * (int(start[-1]) + 2), torch.int64),
+        page_size=64,
+        max_query=60,
+        max_kv=longest + 60,
+        k_caches=[],
+        v_caches=[],
+    )
+    covered = zip(prefix or [0] * len(lengths), spans, strict=True)
+    wanted = [
+        (query, context, first, slot, *before)
+        for (query, context), first, slot, before in zip(lengths, start.tolist(), slots.tolist(), covered, strict=False)
+        if least <= query <= most and (context or query < fresh_from)
+    ]
+    sms = rng.choice((3, 132))
+    before = planning.num_sms, planning._MOST_SHORT
+    try:
+        planning.num_sms = lambda device: sms
+        for most_short in (before[1], 0):
+            planning._MOST_SHORT = most_short
+            with poison():
+                got = planning.plan_rows(
+                    inputs, kind, shape, least_query=least, most_query=most, fresh_from=fresh_from,
+                    covered_2R=None if prefix is None else bed.ints([prefix, spans]),
+                )  # fmt: skip
+            in_order = len(lengths) > most_short or most > per_tile or most >= fresh_from
+            _same_plan(got, wanted, kind, max(16, sms // kv_heads), int(start[-1]), in_order=in_order)
+    finally:
+        planning.num_sms, planning._MOST_SHORT = before
+
+
+def _same_plan(
+    got: Plan,
+    rows: list[tuple[int, int, int, int, int, int]],
+    kind: Kind,
+    most_splits: int,
+    real_tokens: int,
+    *,
+    in_order: bool,
+) -> None:
+    """`rows`: (queries, context, first token, slot, prefix, spans) of those that are planned. Not `in_order`: the longer
+    ones first, by quarters of the longest, where they are not cut."""
+    block_n, tiles, blocks = got.shape.block_n, [], []
+    for query, context, first, slot, prefix, spans in rows:
+        for offset in range(0, query, got.tokens_per_tile):
+            tokens, position = min(query - offset, got.tokens_per_tile), context + offset
+            high = min(context + query, position + tokens) if kind.causal else context + query
+            low = 0 if kind.window is None else max(position - kind.window + 1, 0) // block_n * block_n
+            low = prefix or low
+            tiles.append([first + offset, tokens, position, low, high, slot, spans])
+            blocks.append(max(-(-(high - low) // block_n), 1))
+    units, total, longest = len(tiles) * kind.num_kv_heads, sum(blocks) * kind.num_kv_heads, max(blocks, default=0)
+    per_chunk = max(-(-total // got.target), -(-longest // most_splits), got.shape.min_tokens // block_n, 1)
+    aligned = units <= got.num_chunks and longest <= per_chunk
+    if not aligned and got.num_chunks > got.target <= 2 * units and total * block_n <= units * planning.SHORT.value:
+        aligned, per_chunk = True, 2 * per_chunk
+    if aligned:
+        if not in_order:
+            order = sorted(range(len(tiles)), key=lambda i: (longest - blocks[i]) * 4 // longest)
+            tiles, blocks = [tiles[i] for i in order], [blocks[i] for i in order]
+        blocks = [-(-each // per_chunk) * per_chunk for each in blocks]
+    ends = np.cumsum([0] + [each * kind.num_kv_heads for each in blocks])
+    assert got.header.tolist() == [int(ends[-1]), per_chunk, real_tokens, int(aligned)]
+    assert -(-int(ends[-1]) // per_chunk) <= got.num_chunks
+    expected = [[start, *tile] for start, tile in zip(ends.tolist(), tiles, strict=False)]
+    assert got.tiles[:, : len(tiles)].T.tolist() == expected
+    begins = np.arange(got.num_chunks) * per_chunk
+    of_chunks = np.searchsorted(ends[:-1], begins, side="right") - 1
+    assert got.chunk_tile.tolist() == np.maximum(of_chunks, 0).tolist()
+    assert not got.counters.any()
