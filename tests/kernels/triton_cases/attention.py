@@ -36,11 +36,12 @@ def attention_cases(bed: Bed) -> Cases:
         else [layer_of(4, 2, 16), layer_of(3, 1, 24, v_head_dim=8)]
     )
     kinds = ("plain", "window", "softcap", "both ways", "chunk", "sinks and slopes")
-    for dtype, layer, kind in bed.cover(bed.dtypes, layers, kinds):
+    for dtype, layer, kind in bed.cover(bed.dtypes, layers, (*kinds, "float8") if bed.large else kinds):
         page = bed.rng.choice((1, 16, 32, 64, 128) if bed.large else (1, 4, 16, 32))
-        cache = FLOAT8 if bed.large and kind == "plain" and bed.rng.random() < 0.5 else dtype
+        cache = FLOAT8 if kind == "float8" else dtype
         spec = {
             "plain": layer,
+            "float8": layer,
             "window": replace(layer, window=bed.rng.randrange(5, 60)),
             "softcap": replace(layer, softcap=5.0),
             "both ways": replace(layer, causal=False),
@@ -63,14 +64,13 @@ def attention_cases(bed: Bed) -> Cases:
             partial(_attention, bed, spec, page, bed.dtypes[0], bed.dtypes[0], trees=True),
         )
 
-    for bits, kind in bed.cover((8, 4), ("plain", "window", "chunk", "trees")):
+    dtypes = (bed.dtypes[-1], bed.dtypes[0]) if bed.large else bed.dtypes[-1:]
+    for bits, kind, dtype in bed.cover((8, 4), ("plain", "window", "chunk", "trees"), dtypes):
         layer = bed.rng.choice([layer_of(32, 8, 128), layer_of(6, 2, 80, v_head_dim=48)] if bed.large else layers)
         bound = {"window": 23} if kind == "window" else {"chunk": 23} if kind == "chunk" else {}
         page = bed.rng.choice((1, 16, 64) if bed.large else (1, 4, 16))
-        run = partial(
-            _attention, bed, replace(layer, **bound), page, bed.dtypes[-1], bed.dtypes[-1], trees=kind == "trees"
-        )
-        yield f"attention {kind} {layer} page {page} {bits} bits", partial(run, bits=bits)
+        run = partial(_attention, bed, replace(layer, **bound), page, dtype, dtype, trees=kind == "trees")
+        yield f"attention {kind} {layer} page {page} {dtype} {bits} bits", partial(run, bits=bits)
 
 
 def _attention(

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from bough.kernels.segment_attention import reference as segment_reference, triton as segments
-from triton_cases.bed import Bed, Cases, close, same_twice
+from triton_cases.bed import Bed, Cases, close, each_member, same_twice
 
 
 def segment_cases(bed: Bed) -> Cases:
@@ -13,7 +13,11 @@ def segment_cases(bed: Bed) -> Cases:
     kinds = {"windows": [64, 64, 48, 32, 64], "short": [1, 5, 17, 64, 3], "mixed": [130, 1, 64, 65]}
     if bed.large:
         kinds = {"windows": [64] * 90 + [32] * 9 + [16], "long": [3000], "mixed": [1564, 1, 700, 64, 129, 6256]}
-    for dtype, dim, kind in bed.cover(bed.dtypes, dims, list(kinds)):
+    *half, full = bed.dtypes
+    axes = bed.cover(bed.dtypes, dims, list(kinds))
+    if bed.large:  # a float32 form takes a quarter of a minute to compile: one of a head in two pieces, one in one
+        axes = bed.cover(half, dims, list(kinds)) + each_member([full], (72, 128), ("mixed", "windows"))
+    for dtype, dim, kind in axes:
         yield f"segments {kind} of {dim} {dtype}", partial(_segments, bed, dim, kinds[kind], dtype)
 
 
