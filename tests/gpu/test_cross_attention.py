@@ -11,6 +11,9 @@ from test_whisper import ASKED, SPOKEN, VOCAB, expected, submit, whisper
 
 from bough.models.load import build_model
 
+pytestmark = pytest.mark.xdist_group("whisper")
+"""What transformers answers is computed once."""
+
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {"overlap": False},
