@@ -21,7 +21,7 @@ from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.core.step import I64
 from bough.distributed.mesh import Mesh
-from bough.engine.build import load_model, make_runner, open_device
+from bough.engine.build import load_model, make_runner, open_device, warm_up
 from bough.engine.decide import decide
 from bough.engine.loop import Loop
 from bough.engine.speculation import LoadedDraft, drafter_of, load_draft
@@ -143,6 +143,10 @@ class DirectEngine:
         while not self.queues.idle or self._mailbox.messages:
             self.turn()
         self.turn()
+
+    def warm_up(self) -> None:
+        """Captures and compiles what a server has before its first request."""
+        warm_up(self.runner, self.config)
 
     def settle_down(self) -> None:
         """Captures the graphs that were missed, as a server would in its next idle moment."""

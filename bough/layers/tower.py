@@ -86,8 +86,10 @@ class TowerBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, lengths: Sequence[int], cos_sin_TR: Tensor | None) -> Tensor:
         added_TD = self.attn(self.attn_norm(x_TD), lengths, cos_sin_TR)
-        x_TD = x_TD + (added_TD if self.attn_scale is None else added_TD * self.attn_scale.weight)
-        product: Product = self.mlp(self.mlp_norm(x_TD))
+        if self.attn_scale is not None:
+            added_TD = added_TD * self.attn_scale.weight
+        normed_TD, x_TD = self.mlp_norm.add(added_TD, x_TD)
+        product: Product = self.mlp(normed_TD)
         added_TD = product.value()
         return x_TD + (added_TD if self.mlp_scale is None else added_TD * self.mlp_scale.weight)
 

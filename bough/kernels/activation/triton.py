@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import Launcher, cdiv, power_of_two, trigger, wait
 from bough.kernels.pitch import empty_rows
 
 
@@ -21,7 +23,12 @@ def gated(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(x, out, x_stride, out_stride, F, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(
+    x, out, x_steps, out_stride, f_steps, STEP: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Rows of x begin every `x_steps` times STEP values, and their second halves `f_steps` times STEP further, so that STEP
+    values can be loaded at once: Triton would not find that out of a width like 3,420."""
+    x_stride, F = x_steps * STEP, f_steps * STEP
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < F
@@ -32,6 +39,11 @@ def _gated_kernel(x, out, x_stride, out_stride, F, GELU: tl.constexpr, BLOCK: tl
     tl.store(out + row * out_stride + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
 
 
+_GATED = Launcher(_gated_kernel)
+_MOST_AT_ONCE = 16
+"""Values: what Triton assumes of strides that are multiples of it."""
+
+
 def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     x = x_T2F.reshape(-1, x_T2F.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -40,8 +52,9 @@ def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     if rows:
         block = min(1024, power_of_two(width))
         grid = (rows, cdiv(width, block))
-        strides = (x.stride(0), out.stride(0))
-        _gated_kernel[grid](x, out, *strides, width, GELU=gelu, BLOCK=block, **pdl_options(x.device))
+        step = gcd(x.stride(0), width, _MOST_AT_ONCE)
+        steps = (x.stride(0) // step, out.stride(0), width // step)
+        _GATED.launch(grid, (x, out), steps, (), (step, gelu, block), num_warps=4)
     return out if x_T2F.dim() == 2 else out.reshape(*x_T2F.shape[:-1], width)
 
 
