@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from bough.config.concerns import Config
 from bough.core.errors import BoughError, ConfigError, Unavailable
 from bough.core.sampling import SamplingParams
@@ -37,7 +39,9 @@ from bough.entrypoints.served_model import load_tokenizer_side, make_served
 from bough.entrypoints.service import Service, make_admission
 from bough.entrypoints.telemetry import Telemetry
 from bough.ipc import Endpoints, read_checkpoint
+from bough.multimodal.desk import MediaInput, RawPixels
 from bough.multimodal.media import media_of
+from bough.multimodal.work import UnencodedPixels
 from bough.observability.health import Heartbeat, Pulse, Pulses, State
 from bough.observability.trace import OtlpExporter
 
@@ -52,6 +56,9 @@ _BEAT_EVERY_S = 0.5
 
 _YOUNG_OBJECTS = 20_000
 """Objects: after this many, some are searched for cycles. A wave of requests has thousands, and nearly all die without."""
+
+_WARM_PIXELS = 448
+"""Along a side of the first image: its patches are several windows, and several tiles of attention."""
 
 Facts = Mapping[str, Any]
 
@@ -202,7 +209,7 @@ class Worker:
         self._service.keeper.keep("heartbeat", self._beat)
         self._service.follow_switches(self._endpoints.path(""), f"api{self._index}")
         if warm_up:
-            await _warm_up(engine_client)
+            await _warm_up(engine_client, images=facts["device"] == "cuda")
         if self._index == 0:
             start_batches(self._service, handlers(self._service))
             if self._config.server.grpc_port:
@@ -272,8 +279,9 @@ def _exporter(config: Config) -> OtlpExporter | None:
     return OtlpExporter(endpoint, service="bough", version=version) if endpoint else None
 
 
-async def _warm_up(engine_client: EngineClient) -> None:
-    """Runs one short request through all processes, so that the first client does not pay for first times."""
+async def _warm_up(engine_client: EngineClient, *, images: bool) -> None:
+    """Runs one short request through all processes, so that the first client does not pay for first times. `images`: and one
+    with an image, if the model takes them: kernels of towers are compiled when they are first used."""
     length = min(16, max(1, engine_client.context_length - 4))
     request = Request(
         prompt=[index % engine_client.vocab_size for index in range(1, length + 1)],
@@ -282,6 +290,15 @@ async def _warm_up(engine_client: EngineClient) -> None:
         pool="embed" if engine_client.pools else "",
     )
     await engine_client.collect(request)
+    media = engine_client.media
+    if not images or media is None or "image" not in media.kinds or engine_client.pools:
+        return
+    side = _WARM_PIXELS
+    blank = RawPixels(UnencodedPixels(side, side, "RGB"), bytes(3 * side * side))
+    try:
+        await engine_client.collect(replace(request, media=(MediaInput(kind="image", source=blank),)))
+    except BoughError as error:  # a context or limits that leave no room for it
+        _log.info("the first image will take longer than others: %s", error)
 
 
 async def _cancel(*futures: asyncio.Future[Any]) -> None:
