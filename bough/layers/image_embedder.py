@@ -49,11 +49,14 @@ class NaflexVit(nn.Module):
         self.post_norm = make_norm(facts.block.norm, hidden, build)
 
     def forward(self, items: Sequence[TowerInput]) -> tuple[Tensor, list[int]]:
-        """[T, D], image after image, and how many tokens each has."""
+        """[T, D], image after image, and how many tokens each has. Grids are rows and columns of patches, features are
+        pixels, or [patches, patch, patch, 3]."""
         patch = self.facts.patch
         cut, places, lengths = [], [], []
         for pixels, (rows, columns) in items:
-            squares = self.normalise(pixels).view(rows, patch, columns, patch, -1).transpose(1, 2)
+            squares = self.normalise(pixels)
+            if squares.dim() == 3:
+                squares = squares.view(rows, patch, columns, patch, -1).transpose(1, 2)
             cut.append(squares.reshape(rows * columns, -1))
             places.append(self._positions(rows, columns))
             lengths.append(rows * columns)

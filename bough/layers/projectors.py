@@ -28,15 +28,17 @@ class TwoLinears(nn.Module):
         norm: NormFacts | None = None,
         side: int = 0,
         by: int = 1,
+        between: int = 0,
     ) -> None:
-        """`widths`: of a patch and of the language model. `side`: patches along a side of a tile."""
+        """`widths`: of a patch and of the language model. `side`: patches along a side of a tile. `between`: width between
+        the products, if it is not that of the language model."""
         super().__init__()
-        inner = widths[0] * by * by
+        inner, between = widths[0] * by * by, between or widths[1]
         self.side, self.by = side, by
         self.mlp = nn.ModuleDict({"0": make_norm(norm, inner, build)} if norm is not None else {})
         """By the numbers that some checkpoints give them."""
-        self.mlp["1"] = ReplicatedLinear(inner, widths[1], build, bias=bias)
-        self.mlp["3"] = ReplicatedLinear(widths[1], widths[1], build, bias=bias)
+        self.mlp["1"] = ReplicatedLinear(inner, between, build, bias=bias)
+        self.mlp["3"] = ReplicatedLinear(between, widths[1], build, bias=bias)
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x_NPD: Tensor) -> Tensor:

@@ -178,6 +178,7 @@ GROUPS: Final = (
             "Idefics3ForConditionalGeneration": "HuggingFaceM4/Idefics3-8B-Llama3",
             "InternVLForConditionalGeneration": "OpenGVLab/InternVL3-8B, OpenGVLab/InternVL3_5-8B, and those in -hf",
             "KimiK25ForConditionalGeneration": "moonshotai/Kimi-K2.5, moonshotai/Kimi-K2.6",
+            "Lfm2VlForConditionalGeneration": "LiquidAI/LFM2-VL-1.6B, LiquidAI/LFM2-VL-450M",
             "Llama4ForConditionalGeneration": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
             "LlavaForConditionalGeneration": "llava-hf/llava-1.5-7b-hf, mistral-community/pixtral-12b",
             "LlavaNextForConditionalGeneration": "llava-hf/llava-v1.6-mistral-7b-hf",

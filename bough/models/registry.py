@@ -151,6 +151,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Idefics2ForConditionalGeneration": "bough.models.idefics2",
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",
     "InternVLForConditionalGeneration": "bough.models.internvl",
+    "Lfm2VlForConditionalGeneration": "bough.models.lfm2_vl",
     "LlavaForConditionalGeneration": "bough.models.llava",
     "LlavaNextForConditionalGeneration": "bough.models.llava_next",
     "LlavaOnevisionForConditionalGeneration": "bough.models.llava_next",

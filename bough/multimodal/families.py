@@ -18,6 +18,7 @@ from bough.multimodal.idefics2 import Idefics2Processor
 from bough.multimodal.idefics3 import Idefics3Processor
 from bough.multimodal.internvl import InternvlProcessor
 from bough.multimodal.kimi_k25 import KimiProcessor
+from bough.multimodal.lfm2_vl import Lfm2VlProcessor
 from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.minicpmv import MiniCpmProcessor
@@ -60,6 +61,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Idefics3ForConditionalGeneration": Idefics3Processor,
     "InternVLForConditionalGeneration": InternvlProcessor,
     "KimiK25ForConditionalGeneration": KimiProcessor,
+    "Lfm2VlForConditionalGeneration": Lfm2VlProcessor,
     "Llama4ForConditionalGeneration": Llama4Processor,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": AnyresProcessor,

@@ -143,6 +143,11 @@ def _cohere2(tokenizer: Any, settings: dict[str, Any]) -> Any:
     return transformers.Cohere2VisionProcessor(images, tokenizer)
 
 
+def _lfm2_vl(tokenizer: Any, settings: dict[str, Any]) -> Any:
+    images = on_pillow("lfm2_vl.image_processing_lfm2_vl.Lfm2VlImageProcessor")(**settings)
+    return transformers.Lfm2VlProcessor(images, tokenizer)
+
+
 GLM_TEXT = {
     **TEXT_SIZES, "vocab_size": VOCAB, "eos_token_id": EOS,
     "rope_parameters": {
@@ -228,6 +233,26 @@ LATER: dict[str, TileFamily] = {
         _cohere2,
         {IMAGE: "<|IMG_PATCH|>", 258: "<|START_OF_IMG|>", 259: "<|END_OF_IMG|>", 260: "<|IMG_LINE_BREAK|>"},
         "<|IMG_PATCH|>",
+    ),
+    "lfm2_vl": TileFamily(
+        "Lfm2Vl",
+        {
+            "text_config": {
+                **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv", "conv"],
+                "block_multiple_of": 8, "num_hidden_layers": 4,
+            },
+            "vision_config": {**VIT, "model_type": "siglip2_vision_model", "num_patches": 25, "vision_use_head": False},
+            "image_token_id": IMAGE, "projector_hidden_size": 40, "tie_word_embeddings": True,
+        },
+        {
+            "tile_size": 16, "min_image_tokens": 2, "max_image_tokens": 8, "encoder_patch_size": 4, "max_tiles": 5,
+            "max_pixels_tolerance": 1.5, **HALF,
+        },
+        _lfm2_vl,
+        {
+            IMAGE: "<image>", 258: "<|image_start|>", 259: "<|image_end|>", 260: "<|img_thumbnail|>",
+            **{261 + 5 * row + column: f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(5) for column in range(5)},
+        },
     ),
     "idefics2": _idefics2_family(False),
     "idefics2-quarters": _idefics2_family(True),

@@ -97,6 +97,7 @@ def test_ids_features_and_answers_are_transformers(name: str) -> None:
                 "image_position_ids",
                 "target_sizes",
                 "pixel_attention_mask",
+                "spatial_shapes",
             )
         }
         expected = tiled.family.features(tiled.reference, given)
