@@ -27,7 +27,8 @@ def _gated_kernel(
     x, out, x_steps, out_stride, f_steps, STEP: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """Rows of x begin every `x_steps` times STEP values, and their second halves `f_steps` times STEP further, so that STEP
-    values can be loaded at once: Triton would not find that out of a width like 3,420."""
+    values can be loaded at once: Triton would not find that out of a width like 3,420. What lies between the rows of `out`
+    gets zeros."""
     x_stride, F = x_steps * STEP, f_steps * STEP
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,7 +37,7 @@ def _gated_kernel(
     wait(PDL)
     gate = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + F + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_stride + col, gated(gate, up, GELU).to(out.dtype.element_ty), mask=col < out_stride)
 
 
 _GATED = Launcher(_gated_kernel)
@@ -48,10 +49,10 @@ def _launch(x_T2F: Tensor, gelu: bool) -> Tensor:
     x = x_T2F.reshape(-1, x_T2F.shape[-1])
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows, width = x.shape[0], x.shape[1] // 2
-    out = empty_rows(rows, width, x.dtype, x.device)
+    out = empty_rows(rows, width, x.dtype, x.device, zeros=False)
     if rows:
         block = min(1024, power_of_two(width))
-        grid = (rows, cdiv(width, block))
+        grid = (rows, cdiv(out.stride(0), block))
         step = gcd(x.stride(0), width, _MOST_AT_ONCE)
         steps = (x.stride(0) // step, out.stride(0), width // step)
         _GATED.launch(grid, (x, out), steps, (), (step, gelu, block), num_warps=4)

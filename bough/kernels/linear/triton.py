@@ -12,6 +12,7 @@ from bough.kernels.linear import gated_hopper, reference
 from bough.kernels.linear.skinny import MOST_TOKENS, SkinnyTiling, skinny, takes_norm
 from bough.kernels.linear.table import choose
 from bough.kernels.norm import inlined as norm
+from bough.kernels.pitch import whole_rows
 
 _CUT_FROM = 65
 """Tokens from which on multiplying takes longer than reading the weight."""
@@ -35,11 +36,14 @@ def _config(operation: str, x_TD: Tensor, weight: Tensor) -> SkinnyTiling | None
 
 def linear(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     config = _config("linear", x_TD, weight_OD)
-    return F.linear(x_TD, weight_OD, bias_O) if config is None else skinny(x_TD, weight_OD, config, bias=bias_O)
+    if config is not None:
+        return skinny(x_TD, weight_OD, config, bias=bias_O)
+    return F.linear(*whole_rows(x_TD, weight_OD), bias_O)
 
 
 def linear_onto(x_TD: Tensor, weight_OD: Tensor, stream_TO: Tensor) -> tuple[Tensor, Tensor | None]:
     if x_TD.shape[0] >= _ADD_FROM:
+        x_TD, weight_OD = whole_rows(x_TD, weight_OD)
         return stream_TO.addmm_(x_TD, weight_OD.t()), None
     if _is_cut(x_TD, weight_OD):
         half = x_TD.shape[1] // 2
