@@ -51,6 +51,8 @@ class Device:
         self.torch_device: torch.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         if kind == "cuda":
             torch.cuda.set_device(index)
+            # Convolutions of float32 (encoders of sound, patches of images) would keep 10 bits of each factor by default.
+            torch.backends.cudnn.allow_tf32 = False
         if threads is not None:
             torch.set_num_threads(threads)
 
