@@ -48,7 +48,7 @@ class MiniCpmVision:
         merger = attention + 2 * wide + wide * wide_inner + wide_inner + wide_inner * hidden + hidden
         last = 2 * wide + wide * wide + wide + wide * self.out + self.out
         return TowerFacts(
-            kinds=("image",),
+            kinds=("image", "video"),
             num_parameters=self.vit.num_parameters() + merger + last,
             width=self.out,
             tokens_per_position=self.by**2,

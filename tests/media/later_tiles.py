@@ -221,6 +221,11 @@ LATER: dict[str, TileFamily] = {
             262: "<image_id>", 263: "</image_id>",
         },
         "<|image_pad|>",
+        VideoKind(
+            "minicpmv4_6.video_processing_minicpmv4_6.MiniCPMV4_6VideoProcessor",
+            {"max_slice_nums": 2, "scale_resolution": 24, "patch_size": 4, "max_num_frames": 4, **HALF},
+            "<|video_pad|>",
+        ),
     ),
     "cohere2_vision": TileFamily(
         "Cohere2Vision",

@@ -26,8 +26,9 @@ from bough.multimodal.frames import number_in_words
 from bough.multimodal.placing import Placer
 from bough.multimodal.processor import Prepared, Processed, VideoInfo
 
-BOTH = ("internvl", "kimi_k25", "onevision")
+BOTH = ("internvl", "kimi_k25", "minicpmv", "onevision")
 """Others take one kind at a time in transformers: their placeholders are the same."""
+SHAPES = ("video_grid_thw", "target_sizes_videos")
 NAMES = [name for name, family in TILE_FAMILIES.items() if family.video is not None]
 INFO = VideoInfo(total=9, fps=3.0, width=40, height=24)
 FRAMES = np.stack([noise(24, 40, seed=number) for number in range(INFO.total)])
@@ -61,7 +62,7 @@ def video_features(tiled: Tiled, theirs: dict[str, Any]) -> torch.Tensor:
     """What transformers' model makes of what its processor made of a video."""
     model = tiled.reference.model
     if "pixel_values_videos" in theirs:
-        given = {key: theirs[key] for key in ("pixel_values_videos", "video_grid_thw") if key in theirs}
+        given = {key: theirs[key] for key in ("pixel_values_videos", *SHAPES) if key in theirs}
         found = model.get_video_features(**given).pooler_output
     else:
         given = {key: theirs[key] for key in ("pixel_values", "pixel_attention_mask") if key in theirs}
@@ -167,7 +168,7 @@ def test_frames_are_those_of_transformers(name: str) -> None:
         metadata = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
         wanted = {"num_frames": theirs.num_frames} if name == "internvl" else {}
         found = tiled.processor.sample(VideoInfo(total=total, fps=fps, width=40, height=24), {})
-        assert found == theirs.sample_frames(metadata, **wanted).tolist(), (total, fps)
+        assert found == [int(at) for at in theirs.sample_frames(metadata, **wanted)], (total, fps)
 
 
 def test_requests_choose_frames() -> None:
