@@ -169,6 +169,7 @@ GROUPS: Final = (
         "tests/media",
         {
             "Cohere2VisionForConditionalGeneration": "CohereLabs/command-a-vision-07-2025",
+            "DeepseekOcr2ForConditionalGeneration": "deepseek-community/DeepSeek-OCR-2",
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
             "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
             "Glm46VForConditionalGeneration": "zai-org/GLM-4.6V-Flash",

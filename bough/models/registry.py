@@ -148,6 +148,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Glm46VForConditionalGeneration": "bough.models.glm4v",
     "Glm4vForConditionalGeneration": "bough.models.glm4v",
     "Glm4vMoeForConditionalGeneration": "bough.models.glm4v_moe",
+    "DeepseekOcr2ForConditionalGeneration": "bough.models.deepseek_ocr2",
     "Idefics2ForConditionalGeneration": "bough.models.idefics2",
     "Idefics3ForConditionalGeneration": "bough.models.idefics3",
     "InternVLForConditionalGeneration": "bough.models.internvl",

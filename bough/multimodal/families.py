@@ -10,6 +10,7 @@ from bough.config.fields import Fields
 from bough.config.pixtral import is_pixtral
 from bough.multimodal.anyres import AnyresProcessor
 from bough.multimodal.cohere2_vision import Cohere2VisionProcessor
+from bough.multimodal.deepseek_ocr2 import Ocr2Processor
 from bough.multimodal.dual import ClipProcessor, NaflexProcessor, SiglipProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
 from bough.multimodal.gemma4 import Gemma4Processor
@@ -52,6 +53,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Qwen3OmniMoeForConditionalGeneration": partial(QwenOmniProcessor, patch=16, version="3"),
     "Qwen3OmniMoeThinkerForConditionalGeneration": partial(QwenOmniProcessor, patch=16, version="3"),
     "Cohere2VisionForConditionalGeneration": Cohere2VisionProcessor,
+    "DeepseekOcr2ForConditionalGeneration": Ocr2Processor,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
     "Gemma4ForConditionalGeneration": Gemma4Processor,
     "Glm46VForConditionalGeneration": Glm4vProcessor,
