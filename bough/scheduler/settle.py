@@ -51,7 +51,7 @@ def settle(
     due = step.samples & live  # rows that were to yield a token
     yields = due & outcome.counts.astype(np.bool_)  # rows that did
     _settle_drafts(flight, outcome, queues, live, due, yields)
-    errors = _errors(flight, outcome)
+    errors = _errors(flight, outcome, live)
     if errors:
         yields[list(errors)] = False
     if flight.chunks:
@@ -59,13 +59,14 @@ def settle(
     ended = _settle_tokens(flight, outcome, queues, yields.nonzero()[0], now)
     for chunk in flight.chunks:
         if chunk.is_last and not yields[chunk.row] and chunk.row not in errors:
-            ended += _finish_without_output(chunk, outcome, queues, now)
+            ended += _finish_without_output(chunk, outcome, queues, due, now)
     tell()
     _settle_kv(flight, queues, cache, live)
     if queues.drafter is not None and step.num_decodes:
         _learn(flight, outcome, queues, queues.drafter, live)
     _free_ended(queues, cache, ended)
-    # A decode row that yields nothing stays as it was and decodes again. A prompt's last chunk must yield a token.
+    # A decode row that yields nothing stays as it was and decodes again. Forced tokens and a prompt's last chunk, which come
+    # after the decode rows, must yield a result.
     for row in (due & ~yields).nonzero()[0].tolist():
         if row >= step.num_decodes:
             errors.setdefault(row, _unusable("the step yielded nothing for it"))
@@ -479,11 +480,13 @@ def _gather_hidden(flight: Flight, outcome: Outcome, queues: Queues, rows: I64, 
             job.hidden = states[-1:].tolist()
 
 
-def _errors(flight: Flight, outcome: Outcome) -> dict[int, BoughError]:
-    """Rows whose result can't be used, and the error that their clients get."""
-    errors = {row: _unusable(why) for row, why in (outcome.failed | flight.rejected).items()}
+def _errors(flight: Flight, outcome: Outcome, live: Bool) -> dict[int, BoughError]:
+    """Rows whose result can't be used, and the error that their clients get. Rows that are not `live` have none: what the
+    step computed for them is dropped, usable or not."""
+    errors = {row: _unusable(why) for row, why in (outcome.failed | flight.rejected).items() if live[row]}
     for row in outcome.barred:
-        errors.setdefault(row, _no_token_left())
+        if live[row]:
+            errors.setdefault(row, _no_token_left())
     return errors
 
 
@@ -507,9 +510,12 @@ def _fail_row(slot: int, error: BoughError, queues: Queues, cache: PrefixCache, 
         end_request(queues, cache, row, end)
 
 
-def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, now: float) -> list[Running | Leaving]:
-    """Ends a request that wants no tokens: a pooled result, or a prompt that was only to be scored. Returns its row; none
-    if there is no such result."""
+def _finish_without_output(
+    chunk: ChunkRow, outcome: Outcome, queues: Queues, due: Bool, now: float
+) -> list[Running | Leaving]:
+    """Ends a request that wants no tokens: a pooled result, or a prompt that was only to be scored. Returns its phase, and
+    the row leaves `due`. If the pooled result is missing, it returns nothing and the row stays in `due`, so that `settle`
+    fails the request."""
     job, slot = chunk.job, chunk.slot
     if not queues.slots.live[slot] or (job.limit > len(job.output) and not job.ask.pool):
         return []
@@ -525,5 +531,5 @@ def _finish_without_output(chunk: ChunkRow, outcome: Outcome, queues: Queues, no
     count_end(queues, end)
     output: RowOutput = take_extras(job, end, embedding)
     queues.mail.add(job.id, row=output)
-    queues.slots.live[slot] = False
+    due[chunk.row] = False
     return [row]

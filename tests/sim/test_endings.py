@@ -395,6 +395,25 @@ def test_one_row_of_a_step_can_fail() -> None:
     assert "not finite" in bad.end.message
 
 
+def test_a_pooled_result_that_is_missing_fails_its_request() -> None:
+    sim = Sim(pooling=True)
+    good, bad = sim.ask(PROMPT, pool="embed"), sim.ask(PROMPT[1:], pool="embed")
+    waited = sim.runner.waited
+
+    def lose(launched: Any) -> Any:
+        outcome = waited(launched)
+        for row, slot in enumerate(launched.step.slots.tolist()):
+            if sim.queues.slots.request_id[slot] == bad.ask.id:
+                outcome.embeddings.pop(row, None)
+        return outcome
+
+    sim.runner.waited = lose  # type: ignore[method-assign]
+    sim.run()
+    assert good.end.reason == "stop"
+    assert bad.end.reason == "error"
+    assert "yielded nothing" in bad.end.message
+
+
 def test_a_page_begun_by_a_failed_step_is_not_cached_when_a_later_step_fills_it() -> None:
     boom = _Boom()
     sim = Sim(page_size=16, num_pages=20, max_step_tokens=8, num_slots=1, fail_wait=boom)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bough.bench.fake_runner import pick, prefix_hash
+from bough.bench.fake_runner import OracleLaunched, pick, prefix_hash
 from bough.core.grammar import Compiled, CompileFailed, Matcher
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import GrammarSpec
+from bough.core.step import Outcome
 from tests.sim.drafters import HostDrafter
 from tests.sim.harness import VOCAB, Client, Sim, check_answer
 
@@ -194,6 +195,28 @@ def test_respelling_survives_running_out_of_device_memory(depth: int, moment: st
         client = sim.ask(PROMPT, max_new=24, grammar=GrammarSpec(kind="regex", source="40"))
         sim.run()
         assert client.tokens == spelled_alone(client, 40, 24)
+
+
+def test_a_result_that_is_dropped_anyway_cannot_fail_its_request() -> None:
+    """A step that had begun with a token which was respelled since computes something nobody reads, usable or not."""
+    sim = engine(1)
+    clients = [sim.ask([i, *PROMPT], max_new=30, grammar=GrammarSpec(kind="regex", source="48")) for i in range(3)]
+    waited, spoiled = sim.runner.waited, []
+
+    def spoil(launched: OracleLaunched) -> Outcome:
+        outcome, step = waited(launched), launched.step
+        for row, slot in enumerate(step.slots.tolist()):
+            if sim.queues.is_void(slot, step.index):
+                outcome.failed[row] = "the logits are not finite"
+                spoiled.append(row)
+        return outcome
+
+    sim.runner.waited = spoil  # type: ignore[method-assign]
+    sim.run()
+    assert spoiled
+    for client in clients:
+        assert client.end.reason == "stop"
+        assert client.tokens == spelled_alone(client, 48, 30)
 
 
 def test_what_a_respelled_answer_leaves_in_the_cache_is_right() -> None:
