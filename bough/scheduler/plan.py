@@ -42,6 +42,8 @@ class StepPlan(Struct):
     proposals: int = NO_PROPOSER
     """Drafts that the proposer on the device leaves for the rows' next step."""
     runs: list[ForcedRun] = []
+    num_kept_columns: int = 0
+    """Columns that rows which sit this step out may need in the next one: the step does not give them to others."""
     shares: list[Share] = []
     retract: list[int] = []
     """Slots whose memory is needed."""
@@ -87,12 +89,10 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         plan.proposals = queues.drafter.proposals(len(plan.decodes))
     num_decodes = len(plan.decodes) + len(plan.runs)
     height = limits.layout.column_pages
-    decode_pages = plan.num_decode_columns * height
+    run_columns = sum(run.num_new_columns for run in plan.runs)
+    decode_pages = (plan.num_decode_columns + run_columns + plan.num_kept_columns) * height
     pages = cache.num_available - decode_pages
-    tokens = limits.max_step_tokens - plan.num_decode_tokens
-    for run in plan.runs:
-        pages -= run.num_new_columns * height
-        tokens -= len(run.tokens)
+    tokens = limits.max_step_tokens - plan.num_decode_tokens - sum(len(run.tokens) for run in plan.runs)
     pace = _pace(queues, plan) if num_decodes else _UNWATCHED
     part_ms = _part_of_long(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
@@ -241,12 +241,16 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     needs = slots.kv_high[rows] >= slots.num_columns[rows] * limits.page_size
     columns = columns_in(cache.num_available, limits)
     short = int(np.count_nonzero(needs)) - columns
+    kept = 0
     if short > 0 and drafter is not None:
         # Rows whose drafts are being verified may turn out to have the column: they wait for that before anything is
-        # retracted.
+        # retracted, and what is left of the memory waits for them.
         stay = ~needs | (slots.out_high[rows] == slots.out_low[rows])
+        sit_out = len(rows) - int(np.count_nonzero(stay))
         rows, needs = rows[stay], needs[stay]
         short = int(np.count_nonzero(needs)) - columns
+        kept = min(sit_out, max(0, -short))
+        columns -= kept
     if short > 0:
         return _plan_dry(queues, limits, rows, needs, columns)
     runs: list[ForcedRun] = []
@@ -254,7 +258,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
         spare = columns - int(np.count_nonzero(needs))
         tokens = limits.max_step_tokens - len(rows)
         runs, rows, needs = _plan_runs(queues, limits, rows, needs, columns=spare, tokens=tokens)
-    plan = StepPlan(rows, needs.astype(np.int32), runs=runs)
+    plan = StepPlan(rows, needs.astype(np.int32), runs=runs, num_kept_columns=kept)
     if drafter is not None and len(rows):
         _plan_drafts(plan, queues, drafter, limits, columns=columns, wants_prefill=wants_prefill)
     return plan

@@ -72,9 +72,10 @@ class PrefillRoom(Struct):
     """Of them, those that slow prompts may have."""
     pages: int
     decode_pages: int
-    """Those that the step's decode rows take."""
+    """Pages that running rows take in this step, or that are kept for those which sit it out. `pages` is without them, so
+    they are not reserved for these rows again."""
     decode_tokens: int
-    """What these rows bring into the step."""
+    """Tokens that running rows bring into the step, forced ones and drafts among them."""
 
 
 class PrefillPlan(Struct):

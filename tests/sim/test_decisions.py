@@ -11,11 +11,12 @@ from bough.core.messages import Pause, Resume
 from bough.core.sampling import GrammarSpec
 from bough.core.step import Step
 from bough.scheduler.constrain import Gate
-from bough.scheduler.estimate import expected_output
+from bough.scheduler.estimate import expected_output, new_need, running_need
 from bough.scheduler.plan import plan_step, prefill_budget
 from bough.scheduler.preempt import victims
 from bough.scheduler.prefill import PATIENCE_TO_FOLLOW
 from bough.scheduler.queues import Waiting
+from tests.sim.drafters import HostDrafter
 from tests.sim.harness import VOCAB, Client, ParityMatcher, Sim, alone, check_answer
 
 PROMPT = [(7 * i + 3) % VOCAB for i in range(30)]
@@ -93,6 +94,27 @@ def test_forced_tokens_take_their_pages_before_prompts_do(num_pages: int) -> Non
     check_answer(sim, late)
     for client in rows:
         assert client.tokens == alone(client, Gate(ParityMatcher(40, 7)), 40)
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_pages_that_forced_tokens_take_are_counted_once(spare: int) -> None:
+    """A request is admitted beside a run of forced tokens if what both are expected to need is there, and with a page
+    less it is not. Pages that the run takes in this step are not reserved for its row a second time."""
+    sim = Sim(num_pages=128, page_size=2, radix=False, depth=0)
+    sim.ask(PROMPT[:5], max_new=40, grammar=forced(40, 7))
+    while not (runs := plan_step(sim.queues, sim.cache.view(), sim.limits).runs) or runs[0].num_new_columns < 2:
+        sim.turn()
+    late = sim.ask(PROMPT[:6], max_new=6)
+    sim.loop._receive()
+    waiting = sim.queues.where[late.ask.id]
+    assert isinstance(waiting, Waiting)
+    ratio = {count: sim.queues.ratio.estimate(count, 1.0) for count in (1, 2)}
+    needed = int(running_need(sim.queues, sim.limits, sim.queues.running_slots(), ratio[1]).sum())
+    needed += new_need(sim.limits, 6 + expected_output(waiting.job, sim.limits, ratio[2]), 0)
+    sim.cache.alloc(sim.cache.num_available - needed - spare)
+    plan = plan_step(sim.queues, sim.cache.view(), sim.limits)
+    assert plan.runs
+    assert bool(plan.shares) is (spare == 0)
 
 
 # -- who is admitted ------------------------------------------------------------------------------
@@ -261,6 +283,28 @@ def test_pages_that_are_coming_spare_a_retraction() -> None:
     assert len(plan.decodes) == 1, "the other one needs a page that is not there yet"
     sim.run()
     check_answer(sim, rows[1])
+
+
+def test_prompts_leave_the_pages_that_rows_wait_for() -> None:
+    """Two rows may need a page each if all their drafts are right, and one page is left: both wait until it is known. The
+    chunk of a prompt does not take the page meanwhile, or a row would be retracted for it."""
+    sim = Sim(num_pages=64, radix=False, depth=0, drafter=HostDrafter(), max_step_tokens=8, small_share=0.5)
+    for at in range(2):
+        sim.ask([at, *PROMPT[:4]], max_new=34)
+    while len(sim.queues.running) < 2:
+        sim.turn()
+    long = sim.ask([at % 7 for at in range(60)], max_new=2)
+    while not sim.queues.prefilling:
+        sim.turn()
+    slots, rows = sim.queues.slots, sim.queues.running_slots()
+    # As if a step with drafts were in flight that fills the last page of both.
+    slots.out_high[rows] += 2
+    slots.kv_high[rows] = slots.num_columns[rows] * sim.limits.page_size
+    sim.cache.alloc(sim.cache.num_available - 1)
+    plan = plan_step(sim.queues, sim.cache.view(), sim.limits)
+    assert (len(plan.decodes), plan.retract) == (0, [])
+    assert sum(share.num_new_columns(sim.limits.page_size) for share in plan.shares) == 0
+    assert long.ask.id in admitted(sim)
 
 
 @pytest.mark.parametrize(("retractions", "reserved"), [(3, False), (4, True), (5, True)])
