@@ -408,7 +408,7 @@ Scenario = Callable[[], dict[str, float]]
 SWEEPS: dict[str, tuple[ModuleType | None, Scenario, tuple[float, ...]]] = {
     "_CROWD": (plan, burst, (1, 4, 8, 16, 64, 1000)),
     "_CROWD_RATIO": (plan, burst, (0, 1, 4, 16)),
-    "_BESIDE_LONG": (plan, one_long, (1.1, 1.4, 1.7, 2.0, 3.0)),
+    "_BESIDE_SLOW": (plan, one_long, (1.1, 1.4, 1.7, 2.0, 3.0)),
     "_MOST_OWED": (plan, one_long, (1, 8, 32, 128)),
     "_UNWATCHED": (plan, batch, (1.0, 2.0, 8.0, 32.0)),
     "_SLOW_MS": (prefill, mixed, (100.0, 300.0, 1000.0, 10_000.0)),

@@ -86,8 +86,9 @@ class Match(Struct, frozen=True):
     """Depth of the last node when it was matched."""
     shape: int = -1
     """`RadixTree.shape` when it was matched."""
-    known: int = 0
-    """Of models with states: tokens that the tree has, in whole pages, though no state behind them."""
+    in_tree: int = 0
+    """Tokens that the tree has, in whole pages. In models with states it can be more than `num_tokens`: where the tree has
+    no state, nothing can go on."""
     tail_pages: I32 | None = None
     """If `num_tokens` goes beyond the last full page: per line, the page whose first tokens are those beyond it."""
 

@@ -83,10 +83,10 @@ class RadixTree:
             node = child
         if self._windows and path:
             at, path = self._seen_whole(path)
-        known = at
+        in_tree = at
         if self.snapshots is not None and path:
             at, path = self._with_state(path)
-        return Match(at, tuple(path), path[-1][0].depth if path else 0, self.shape, known)
+        return Match(at, tuple(path), path[-1][0].depth if path else 0, self.shape, in_tree)
 
     def _with_state(self, path: list[tuple[Node, int]]) -> tuple[int, list[tuple[Node, int]]]:
         """The path up to the last node behind which there is a snapshot, and its tokens."""

@@ -4,10 +4,11 @@ Rows are requests. A row brings `num_query[row]` tokens into the step on top of 
 yields tokens if `samples[row]`. The last `drafts[row]` of its query tokens are *drafts*: guesses of what follows, which the
 step verifies; the others are *certain*. A row yields one token, and one more for each draft that turns out to be right.
 
-Decode rows come first. What a row needs on the device lives by *slot*: the page table's line, the newest token, the number
-of KV tokens, the number of output tokens, the sampling parameters. A slot is set up once (`SlotSetup`) and then only
-advanced, by the device itself: a decode step of a thousand rows carries arrays and no objects, and the host may plan the
-next step before it knows how many tokens this one yields. Until it has `Outcome.counts`, it works with bounds.
+Decode rows come first, then rows with forced tokens, then chunks of prompts. What a row needs on the device lives by *slot*:
+the page table's line, the newest token, the number of KV tokens, the number of output tokens, the sampling parameters. A
+slot is set up once (`SlotSetup`) and then only advanced, by the device itself: a decode step of a thousand rows carries
+arrays and no objects, and the host may plan the next step before it knows how many tokens this one yields. Until it has
+`Outcome.counts`, it works with bounds.
 """
 
 from __future__ import annotations
@@ -271,7 +272,8 @@ class Outcome(Struct, kw_only=True):
     tokens: I32
     """[rows, most tokens a row yielded]"""
     counts: I32
-    """0 to 1 + drafts. A decode row that yields nothing is as it was before the step."""
+    """0 to 1 + drafts. A decode row that yields nothing is as it was before the step. Any runner may do so; the model runner
+    does with rows that are `barred` and have drafts."""
     drafts: npt.NDArray[np.int32] | None = None
     """[rows, `Step.proposals`]: what the proposer on the device left for the rows' slots, which the host needs for masks;
     None where it left nothing."""

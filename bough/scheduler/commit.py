@@ -42,20 +42,21 @@ class ChunkRow(Struct):
     start: int
     num_tokens: int
     is_last: bool
-    known: int = 0
-    """As `Match.known`."""
+    in_tree: int = 0
+    """As `Match.in_tree`."""
 
 
 class Flight(Struct):
     """A committed step and what settling it needs to know."""
 
     step: Step
-    where: I64
-    """The step's slots, as an index of their columns."""
+    slot_ids: I64
+    """`step.slots` as int64, with which numpy indexes faster."""
     chunks: list[ChunkRow]
-    tails: dict[int, list[int]]
-    """Row -> forced tokens that it brought in, which become output when the step settles."""
-    tails_accepted: bool = False
+    forced: dict[int, list[int]]
+    """Row -> forced tokens that it brought in, without the first, which is output already or is sampled by the step before.
+    They become output when the step settles."""
+    forced_accepted: bool = False
     rejected: dict[int, str] = {}
     """Row -> why its grammar gave up."""
     saves: list[StateSave] = []
@@ -101,9 +102,9 @@ def commit(
 ) -> Flight | None:
     """Changes the queues and the cache as planned; `grow_tree` must follow. None: the plan only took memory away."""
     for slot in plan.retract:
-        retract(queues, cache, _row_of(queues, slot), dry=True)
+        retract(queues, cache, _phase_of(queues, slot), dry=True)
     for slot in plan.preempt:
-        retract(queues, cache, _row_of(queues, slot), dry=False)
+        retract(queues, cache, _phase_of(queues, slot), dry=False)
     if not plan.has_rows:
         return None
     queues.owed_ms = plan.owed_ms
@@ -113,19 +114,19 @@ def commit(
     _count_overtaken(plan, queues)
     num = len(plan.decodes)
     arrays = _Arrays(num)
-    rows = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
-    fixed = _take_media(plan, rows, queues, cache, arrays, index) if limits.layout.fixed_pages else {}
-    _give_pages(plan, rows, queues, cache, limits, arrays)
-    tails = _runs(plan, queues, arrays, index)
-    chunks = _chunks(plan, rows, queues, arrays, index)
+    prompts = [_enter(share, queues, cache, limits, arrays, now) for share in plan.shares]
+    fixed = _take_media(plan, prompts, queues, cache, arrays, index) if limits.layout.fixed_pages else {}
+    _give_pages(plan, prompts, queues, cache, limits, arrays)
+    forced = _runs(plan, queues, arrays, index)
+    chunks = _chunks(plan, prompts, queues, arrays, index)
     context = _decodes(plan, queues, index)
     if queues.slots.dirty:
         _resend_dirty(queues, arrays, index)
-    where = _column(num, plan.decodes, arrays.slots, np.int64)
+    slot_ids = _column(num, plan.decodes, arrays.slots, np.int64)
     step = Step(
         index=index,
         num_decodes=num,
-        slots=where.astype(np.int32),
+        slots=slot_ids.astype(np.int32),
         num_query=_column(num, plan.drafts + ONE if len(plan.drafts) else 1, arrays.num_query, np.int32),
         context=_column(num, context, arrays.context, np.int32),
         samples=_column(num, True, arrays.samples, np.bool_),
@@ -145,13 +146,13 @@ def commit(
         step.copy_from = np.concatenate([pages for _, pages in arrays.tails])
         step.copy_to = np.concatenate([table[:, slot, first[slot]] for slot, _ in arrays.tails])
     if queues.drafter is not None:
-        _mark_proposals(step, where, plan, queues, arrays)
-    flight = Flight(step, where, chunks, tails)
+        _mark_proposals(step, slot_ids, plan, queues, arrays)
+    flight = Flight(step, slot_ids, chunks, forced)
     if limits.num_snapshots is not None:
         made = StateStep(queues, cache, arrays.loads)
-        made.add_decodes(where[:num], step.context[:num])
+        made.add_decodes(slot_ids[:num], step.context[:num])
         for chunk in chunks:
-            given = (chunk.row, chunk.slot, chunk.start, chunk.num_tokens, chunk.job, chunk.known)
+            given = (chunk.row, chunk.slot, chunk.start, chunk.num_tokens, chunk.job, chunk.in_tree)
             made.add_chunk(*given, is_last=chunk.is_last)
         step.states, flight.saves = made.done(), made.saves
     _mark_scored(flight)
@@ -160,13 +161,13 @@ def commit(
     return flight
 
 
-def _mark_proposals(step: Step, where: I64, plan: StepPlan, queues: Queues, arrays: _Arrays) -> None:
+def _mark_proposals(step: Step, slot_ids: I64, plan: StepPlan, queues: Queues, arrays: _Arrays) -> None:
     """Says what a proposer on the device does in the step, and notes how many drafts rows will have."""
     slots = queues.slots
-    slots.num_proposed[where[step.samples]] = max(plan.proposals, 0)
+    slots.num_proposed[slot_ids[step.samples]] = max(plan.proposals, 0)
     if plan.proposals != NO_PROPOSER:
         step.proposals = plan.proposals
-        step.room = slots.num_columns[where] * np.int32(queues.limits.page_size)
+        step.room = slots.num_columns[slot_ids] * np.int32(queues.limits.page_size)
         step.following_ids = _column(len(plan.decodes), 0, arrays.following_ids, np.int32)
 
 
@@ -184,18 +185,18 @@ def _column(num: int, decodes: npt.NDArray[Any] | int, rest: list[int] | list[bo
     return column
 
 
-def _row_of(queues: Queues, slot: int) -> Prefilling | Running:
-    row = queues.prefilling.get(slot)
-    return row if row is not None else queues.running[slot]
+def _phase_of(queues: Queues, slot: int) -> Prefilling | Running:
+    phase = queues.prefilling.get(slot)
+    return phase if phase is not None else queues.running[slot]
 
 
 def _count_overtaken(plan: StepPlan, queues: Queues) -> None:
-    """The oldest waiting request loses patience with every step in which a younger one has its place."""
+    """Counts a step in which younger requests run while the oldest one waits (`Waiting.skipped`, `policy.is_starved`)."""
     oldest = queues.waiting.oldest()
-    if oldest is None or any(share.row is oldest for share in plan.shares):
+    if oldest is None or any(share.phase is oldest for share in plan.shares):
         return
     rows = queues.running_slots()
-    youngest = max((share.row.job.seq for share in plan.shares), default=0)
+    youngest = max((share.phase.job.seq for share in plan.shares), default=0)
     if max(youngest, int(queues.slots.seq[rows].max()) if len(rows) else 0) > oldest.job.seq:
         oldest.skipped += 1
 
@@ -205,16 +206,16 @@ def _count_overtaken(plan: StepPlan, queues: Queues) -> None:
 
 def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays, now: float) -> Prefilling:
     """The row of a share: the one under way, or a waiting request that gets its slot and the pages of its prefix now."""
-    waiting = share.row
+    waiting = share.phase
     if isinstance(waiting, Prefilling):
         return waiting
     job, slots = waiting.job, queues.slots
     queues.waiting.remove(waiting)
     node, pages = cache.lock(job.ask.namespace, waiting.key, share.start, job.ask.priority)
     slot = slots.take()
-    row = Prefilling(job, slot, node, waiting.key, share.start, share.start, share.known)
-    queues.prefilling[slot] = queues.where[job.id] = row
-    _fill_slot(queues, row, limits)
+    phase = Prefilling(job, slot, node, waiting.key, share.start, share.start, share.in_tree)
+    queues.prefilling[slot] = queues.where[job.id] = phase
+    _fill_slot(queues, phase, limits)
     columns = pages.shape[1]
     slots.num_columns[slot] = slots.tree_columns[slot] = columns
     if slots.layout.windows:
@@ -235,11 +236,11 @@ def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arr
         queues.hits.observe(len(job.prompt), share.start)
         queues.counters.cached_tokens += share.start
     arrays.setups.append(_setup(job, slot, len(job.output), limits))
-    return row
+    return phase
 
 
-def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
-    slots, slot, job = queues.slots, row.slot, row.job
+def _fill_slot(queues: Queues, phase: Prefilling, limits: Limits) -> None:
+    slots, slot, job = queues.slots, phase.slot, phase.job
     num_prompt, num_output = len(job.prompt), len(job.output)
     slots.request_id[slot] = job.id
     slots.seq[slot] = job.seq
@@ -249,7 +250,7 @@ def _fill_slot(queues: Queues, row: Prefilling, limits: Limits) -> None:
         slots.history[slot, num_prompt : num_prompt + num_output] = job.output
     slots.prompt_len[slot] = num_prompt
     slots.known[slot] = num_prompt + num_output
-    slots.kv_high[slot] = slots.kv_settled[slot] = row.computed
+    slots.kv_high[slot] = slots.kv_settled[slot] = phase.computed
     slots.out_high[slot] = slots.out_low[slot] = slots.out_settled[slot] = num_output
     slots.out_limit[slot] = job.limit
     slots.num_decoded[slot] = slots.num_drafts[slot] = slots.num_accepted[slot] = slots.num_proposed[slot] = 0
@@ -306,13 +307,13 @@ def _setup(job: Job, slot: int, num_output: int, limits: Limits) -> SlotSetup:
 
 
 def _give_pages(
-    plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays
+    plan: StepPlan, prompts: list[Prefilling], queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays
 ) -> None:
     """Allocates the step's new columns."""
     slots, size, height = queues.slots, limits.page_size, limits.layout.column_pages
     growing = plan.decodes.repeat(plan.num_new_columns) if plan.num_decode_columns else plan.decodes[:0]
     wants = [(run.slot, run.num_new_columns) for run in plan.runs]
-    wants += [(row.slot, share.num_new_columns(size)) for row, share in zip(rows, plan.shares, strict=True)]
+    wants += [(phase.slot, share.num_new_columns(size)) for phase, share in zip(prompts, plan.shares, strict=True)]
     at = len(growing)
     columns = at + sum(count for _, count in wants)
     pages = cache.alloc(columns * height).reshape(height, columns)
@@ -337,34 +338,34 @@ def _give_pages(
 
 
 def _take_media(
-    plan: StepPlan, rows: list[Prefilling], queues: Queues, cache: PrefixCache, arrays: _Arrays, index: int
+    plan: StepPlan, prompts: list[Prefilling], queues: Queues, cache: PrefixCache, arrays: _Arrays, index: int
 ) -> dict[int, FixedRow]:
     """Gives rows that begin the pages of their media, where cross attention reads them. Returns what each reads, by slot.
 
     What is there is taken first, so that it is not evicted for what is not."""
     slots = queues.slots
-    begun = [row for row, share in zip(rows, plan.shares, strict=True) if share.row is not row]
-    found = {row.slot: FixedRow() for row in begun}
-    for row in sorted(begun, key=lambda each: _fixed_content(cache, each) is None):
-        media = row.job.media
+    begun = [phase for phase, share in zip(prompts, plan.shares, strict=True) if share.phase is not phase]
+    found = {phase.slot: FixedRow() for phase in begun}
+    for phase in sorted(begun, key=lambda each: _fixed_content(cache, each) is None):
+        media = phase.job.media
         if media is None or not media.fixed_key:
             continue
-        content = _fixed_content(cache, row)
+        content = _fixed_content(cache, phase)
         fresh = content is None
         if content is None:
             items = tuple(item.key for item in media.items)
             content = cache.add_fixed(media.fixed_key, media.fixed.size, items, index)
-        cache.fixed.use(content, row.slot)
-        slots.content[row.slot] = content
+        cache.fixed.use(content, phase.slot)
+        slots.content[phase.slot] = content
         places = media.fixed_places(slots.layout, content.pages) if fresh else None
-        found[row.slot] = FixedRow(media.fixed.sights[-1].length, places)
-        arrays.table_at.append(slots.places.of_media(row.slot, content.pages.shape[1]))
+        found[phase.slot] = FixedRow(media.fixed.sights[-1].length, places)
+        arrays.table_at.append(slots.places.of_media(phase.slot, content.pages.shape[1]))
         arrays.table_pages.append(content.pages.reshape(-1))
     return found
 
 
-def _fixed_content(cache: PrefixCache, row: Prefilling) -> FixedContent | None:
-    media = row.job.media
+def _fixed_content(cache: PrefixCache, phase: Prefilling) -> FixedContent | None:
+    media = phase.job.media
     return None if media is None else cache.find_fixed(media.fixed_key)
 
 
@@ -397,8 +398,8 @@ def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
 def _grow_to(end: int, chunk: ChunkRow, flight: Flight, queues: Queues, cache: PrefixCache) -> Node:
     """Enters a chunk's pages up to `end` into the tree. Returns the row's node."""
     slots, size, slot = queues.slots, cache.page_size, chunk.slot
-    row = _row_of(queues, slot)
-    node = row.node
+    phase = _phase_of(queues, slot)
+    node = phase.node
     if end <= node.depth:
         return node
     first = node.depth // size
@@ -410,7 +411,7 @@ def _grow_to(end: int, chunk: ChunkRow, flight: Flight, queues: Queues, cache: P
         gone=slots.gone[:, slot],
         priority=chunk.job.ask.priority,
     )
-    row.node = extended.node
+    phase.node = extended.node
     slots.tree_columns[slot] = end // size
     for at, pages in extended.switched:
         lo, hi = first + at, first + at + pages.shape[1]
@@ -458,38 +459,39 @@ def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
 
 
 def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[int, list[int]]:
-    """Rows with forced tokens: all of them are known, so the slot's count of outputs is set anew."""
+    """Rows with forced tokens: all of them are known, so the slot's count of outputs is set anew. Returns the tokens that
+    become output (`Flight.forced`)."""
     slots = queues.slots
-    tails = {}
+    forced = {}
     for run in plan.runs:
         slot, job = run.slot, queues.running[run.slot].job
-        tail = run.tokens[1:]
+        following = run.tokens[1:]
         row = arrays.add(slot, int(slots.kv_high[slot]), np.array(run.tokens, np.int32), samples=True)
-        tails[row] = tail
-        num_output = int(slots.out_high[slot]) + len(tail)
+        forced[row] = following
+        num_output = int(slots.out_high[slot]) + len(following)
         arrays.setups.append(_setup(job, slot, num_output, queues.limits))
         slots.kv_high[slot] += len(run.tokens)
         slots.out_high[slot] = slots.out_low[slot] = num_output + 1
         slots.last_step[slot] = index
         del queues.forced[slot]
-    return tails
+    return forced
 
 
-def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arrays, index: int) -> list[ChunkRow]:
+def _chunks(plan: StepPlan, prompts: list[Prefilling], queues: Queues, arrays: _Arrays, index: int) -> list[ChunkRow]:
     """Prompt chunks. A row whose last chunk this is runs from now on."""
     slots = queues.slots
     chunks = []
-    for row, share in zip(rows, plan.shares, strict=True):
-        slot, job, count = row.slot, row.job, share.num_tokens
+    for phase, share in zip(prompts, plan.shares, strict=True):
+        slot, job, count = phase.slot, phase.job, share.num_tokens
         is_last = share.left == 0
         samples = is_last and (job.limit > 0 or job.scores_next or bool(job.ask.pool))
-        end = row.computed + count
+        end = phase.computed + count
         following_id = 0 if is_last else int(slots.history[slot, end])
-        tokens = slots.history[slot, row.computed : end]
-        at = arrays.add(slot, row.computed, tokens, samples=samples, following_id=following_id)
-        chunks.append(ChunkRow(at, slot, job, row.key, row.computed, count, is_last, row.known))
-        row.computed += count
-        slots.kv_high[slot] = row.computed
+        tokens = slots.history[slot, phase.computed : end]
+        at = arrays.add(slot, phase.computed, tokens, samples=samples, following_id=following_id)
+        chunks.append(ChunkRow(at, slot, job, phase.key, phase.computed, count, is_last, phase.in_tree))
+        phase.computed += count
+        slots.kv_high[slot] = phase.computed
         slots.last_step[slot] = index
         queues.counters.prompt_tokens += count
         if is_last:
@@ -497,7 +499,7 @@ def _chunks(plan: StepPlan, rows: list[Prefilling], queues: Queues, arrays: _Arr
             slots.out_high[slot] += drawn
             slots.out_low[slot] += drawn
             del queues.prefilling[slot]
-            queues.start_running(Running(job, slot, row.node))
+            queues.start_running(Running(job, slot, phase.node))
     return chunks
 
 
@@ -533,10 +535,10 @@ def _mark_constrained(flight: Flight, queues: Queues) -> None:
     """Names the rows whose sample may need a mask."""
     step, slots = flight.step, queues.slots
     gated = np.flatnonzero(np.isin(step.slots, list(queues.gates)) & step.samples)
-    where = step.slots[gated]
+    slot_ids = step.slots[gated]
     rows = [
         row
-        for row, slot, most in zip(gated.tolist(), where.tolist(), slots.out_high[where].tolist(), strict=True)
+        for row, slot, most in zip(gated.tolist(), slot_ids.tolist(), slots.out_high[slot_ids].tolist(), strict=True)
         if queues.gates[slot].may_constrain(most - 1)
     ]
     if rows:

@@ -96,12 +96,13 @@ class Gate:
 
     @property
     def ruler(self) -> Matcher | None:
-        """The matcher, where it decides about the next token."""
+        """The matcher, if it decides about the next token; None while reasoning, or if there is no grammar."""
         return self._matcher if not self.thinking else None
 
     @property
     def is_open(self) -> bool:
-        """The grammar leaves a wide choice: nothing is forced or respelled here, and nothing ends."""
+        """The grammar leaves a wide choice here, as within a string: no token is forced or to be respelled, and the grammar
+        can't be complete."""
         return not self.thinking and self._matcher is not None and self._matcher.is_open
 
     def fill_mask(self, out: I32) -> None:

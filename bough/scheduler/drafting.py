@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from bough.scheduler.queues import Job, Queues
 
 
-NUM_DRAFT_PLACES = 16
-"""Places behind a row's newest token for which right drafts are counted one by one."""
+NUM_DRAFT_POSITIONS = 16
+"""Positions behind a row's newest token for which right drafts are counted one by one."""
 
 
 class Offer(Struct):

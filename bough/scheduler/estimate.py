@@ -47,13 +47,13 @@ def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32
     return pages.astype(np.int32)
 
 
-def prefill_need(queues: Queues, limits: Limits, row: Prefilling, ratio: float) -> int:
+def prefill_need(queues: Queues, limits: Limits, phase: Prefilling, ratio: float) -> int:
     """Pages that a prompt under way will want beyond what it has."""
     slots, layout = queues.slots, limits.layout
-    columns = limits.columns_for(len(row.key) + expected_output(row.job, limits, ratio))
-    held = int(slots.num_columns[row.slot])
+    columns = limits.columns_for(len(phase.key) + expected_output(phase.job, limits, ratio))
+    held = int(slots.num_columns[phase.slot])
     pages = max(0, columns - held) * layout.growing_pages
-    for window, gone in zip(layout.windows, slots.gone[:, row.slot].tolist(), strict=True):
+    for window, gone in zip(layout.windows, slots.gone[:, phase.slot].tolist(), strict=True):
         pages += max(0, min(columns - gone, window.most_columns) - (held - gone)) * window.num_pages
     return pages
 
@@ -68,8 +68,8 @@ def new_need(limits: Limits, num_tokens: int, cached_columns: int) -> int:
     return pages
 
 
-def row_need(queues: Queues, limits: Limits, row: Prefilling | Running, ratio: float) -> int:
+def row_need(queues: Queues, limits: Limits, phase: Prefilling | Running, ratio: float) -> int:
     """Pages that a row will want beyond what it has."""
-    if isinstance(row, Prefilling):
-        return prefill_need(queues, limits, row, ratio)
-    return int(running_need(queues, limits, np.array([row.slot]), ratio)[0])
+    if isinstance(phase, Prefilling):
+        return prefill_need(queues, limits, phase, ratio)
+    return int(running_need(queues, limits, np.array([phase.slot]), ratio)[0])

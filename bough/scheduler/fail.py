@@ -7,7 +7,7 @@ from bough.core.errors import RequestFailed
 from bough.scheduler.commit import Flight
 from bough.scheduler.leave import end_request, let_go, make_end, release_settled, retract
 from bough.scheduler.media import lost_rows
-from bough.scheduler.queues import Leaving, Queues, Row
+from bough.scheduler.queues import Leaving, Queues, SlotPhase
 from bough.scheduler.slots import UNKNOWN_LENGTH, UNKNOWN_TURN
 from bough.scheduler.states import give_up_state
 
@@ -51,21 +51,21 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     if out_of_memory and prefills:
         queues.shrink_prefills(max(flight.prefill_tokens // 2, _LEAST_PREFILL))
     for at, slot in enumerate(step.slots.tolist()):
-        row = _row(queues, slot)
-        if row is None:
+        phase = _phase_of(queues, slot)
+        if phase is None:
             continue
-        cache.drop_beyond(row.node, int(queues.slots.kv_settled[slot]))
+        cache.drop_beyond(phase.node, int(queues.slots.kv_settled[slot]))
         if not queues.slots.live[slot]:
             continue
-        if flight.tails_accepted and at in flight.tails and not queues.is_void(slot, step.index):
-            queues.gates[slot].rollback(len(flight.tails[at]))
+        if flight.forced_accepted and at in flight.forced and not queues.is_void(slot, step.index):
+            queues.gates[slot].rollback(len(flight.forced[at]))
         if out_of_memory and (slot in prefills or not prefills):
-            row.job.oom_steps += 1
-        if out_of_memory and row.job.oom_steps < _OOM_STEPS:
-            _start_again(queues, cache, row)
+            phase.job.oom_steps += 1
+        if out_of_memory and phase.job.oom_steps < _OOM_STEPS:
+            _start_again(queues, cache, phase)
         else:
-            _fail(queues, cache, row, error, now)
-    others: list[Row] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
+            _fail(queues, cache, phase, error, now)
+    others: list[SlotPhase] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
     if lost:
         for other in others:
             _drop_readers(queues, cache, other, lost)
@@ -81,29 +81,29 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     release_settled(queues, cache)
 
 
-def _drop_readers(queues: Queues, cache: PrefixCache, row: Row, lost: set[bytes]) -> None:
+def _drop_readers(queues: Queues, cache: PrefixCache, phase: SlotPhase, lost: set[bytes]) -> None:
     """A row of a later step that read embeddings which were never computed starts again."""
-    slot, media = row.slot, row.job.media
+    slot, media = phase.slot, phase.job.media
     computed = int(queues.slots.kv_settled[slot])
     if media is not None and queues.slots.live[slot] and queues.in_flight(slot) and lost_rows(media, lost, computed):
-        cache.drop_beyond(row.node, computed)
-        _start_again(queues, cache, row, keep_kv=False)
+        cache.drop_beyond(phase.node, computed)
+        _start_again(queues, cache, phase, keep_kv=False)
 
 
-def _row(queues: Queues, slot: int) -> Row | None:
+def _phase_of(queues: Queues, slot: int) -> SlotPhase | None:
     return queues.prefilling.get(slot) or queues.running.get(slot) or queues.leaving.get(slot)
 
 
-def _start_again(queues: Queues, cache: PrefixCache, row: Row, *, keep_kv: bool = True) -> None:
+def _start_again(queues: Queues, cache: PrefixCache, phase: SlotPhase, *, keep_kv: bool = True) -> None:
     """What the row's steps in flight yield follows from a step that never was: it is dropped."""
-    queues.slots.live[row.slot] = False
-    if isinstance(row, Leaving):
-        let_go(queues, cache, row, requeue=row.requeue, keep_kv=keep_kv)
+    queues.slots.live[phase.slot] = False
+    if isinstance(phase, Leaving):
+        let_go(queues, cache, phase, requeue=phase.requeue, keep_kv=keep_kv)
     else:
-        retract(queues, cache, row, dry=False, keep_kv=keep_kv)
+        retract(queues, cache, phase, dry=False, keep_kv=keep_kv)
 
 
-def _fail(queues: Queues, cache: PrefixCache, row: Row, error: Exception, now: float) -> None:
+def _fail(queues: Queues, cache: PrefixCache, phase: SlotPhase, error: Exception, now: float) -> None:
     if is_out_of_memory(error):
         failed = RequestFailed(
             what="the device ran out of memory while it computed this request",
@@ -117,5 +117,5 @@ def _fail(queues: Queues, cache: PrefixCache, row: Row, error: Exception, now: f
             fix="send the request again",
         )
     end_request(
-        queues, cache, row, make_end(queues, row.job, queues.slots.output(row.slot), now, "error", error=failed)
+        queues, cache, phase, make_end(queues, phase.job, queues.slots.output(phase.slot), now, "error", error=failed)
     )

@@ -7,29 +7,30 @@ from bough.scheduler.masks import takeable
 from bough.scheduler.queues import Leaving, Queues, Running
 
 
-def jump(queues: Queues, step: int, row: Running | Leaving, token: int, *, cut: bool = False) -> int:
+def jump(queues: Queues, step_index: int, phase: Running | Leaving, token: int, *, cut: bool = False) -> int:
     """A row's newest token has just settled. Returns it, or the one that stands in its place from now on.
 
-    What is certain to follow goes into the row's next step, if that has not begun. A token that is respelled takes its KV
-    and everything after it back: a step in flight that had begun with the old one yields nothing for the row. `cut`: so it
-    does in any case, because the device has gone on from tokens that were dropped.
+    Tokens that are forced after it go into the row's next step, if that has not begun (`queues.forced`). To *respell* a
+    token is to put another one in its place, so that the forced text after it is spelled as the tokenizer would. Its KV and
+    everything after it are then dropped: the row is void in a step in flight, which had begun with the old token
+    (`queues.void`). `cut`: the row is void in any case, because the device has gone on from tokens that were dropped.
     """
-    slots, slot = queues.slots, row.slot
+    slots, slot = queues.slots, phase.slot
     gate = queues.gates[slot]
-    if not _may_jump(queues, step, slot):
+    if not _may_jump(queues, step_index, slot):
         return token
-    ahead = int(slots.last_step[slot]) - step
-    better = _respelled(row.job.stops, gate, token)
+    ahead = int(slots.last_step[slot]) - step_index
+    better = _respelled(phase.job.stops, gate, token)
     anew = cut or better is not None
     said = token if better is None else better
     if anew:
         slots.history[slot, slots.known[slot] - 1] = said
         slots.settle_bounds(slot)
         if ahead:
-            queues.void[slot] = step + 1
+            queues.void[slot] = step_index + 1
     elif ahead:
         return token
-    if isinstance(row, Leaving):
+    if isinstance(phase, Leaving):
         return said
     room = int(slots.out_limit[slot]) - int(slots.out_high[slot]) - 1
     forced = takeable(queues, slot, gate.forced(), room, num_sampled=0)
@@ -38,18 +39,18 @@ def jump(queues: Queues, step: int, row: Running | Leaving, token: int, *, cut: 
     return said
 
 
-def respells(queues: Queues, step: int, row: Running | Leaving) -> bool:
+def respells(queues: Queues, step_index: int, phase: Running | Leaving) -> bool:
     """Should the token that the row's gate accepted last be spelled differently, so that nothing drawn after it counts?"""
-    gate = queues.gates[row.slot]
-    if not row.job.jumps or gate.is_open or not _may_jump(queues, step, row.slot):
+    gate = queues.gates[phase.slot]
+    if not phase.job.jumps or gate.is_open or not _may_jump(queues, step_index, phase.slot):
         return False
     better = gate.respell()
-    return better is not None and better not in row.job.stops
+    return better is not None and better not in phase.job.stops
 
 
-def _may_jump(queues: Queues, step: int, slot: int) -> bool:
+def _may_jump(queues: Queues, step_index: int, slot: int) -> bool:
     """At most one step with the row has begun since, and it has no forced tokens already."""
-    return int(queues.slots.last_step[slot]) - step <= 1 and slot not in queues.forced
+    return int(queues.slots.last_step[slot]) - step_index <= 1 and slot not in queues.forced
 
 
 def _respelled(stops: tuple[int, ...], gate: Gate, token: int) -> int | None:

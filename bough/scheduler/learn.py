@@ -34,7 +34,8 @@ class OutputRatio:
         self.mean = min(1.0, self.mean * 1.1 + 0.02)
 
     def estimate(self, num_rows: int, conservativeness: float) -> float:
-        """Share of their limits that `num_rows` rows will use in sum, with two deviations to spare."""
+        """Share of their limits that `num_rows` rows will use in sum, with two standard deviations to spare. The more rows,
+        the closer their sum is to the mean, and the less is spared for each."""
         spare = 2.0 * math.sqrt(self.variance / max(num_rows, 1))
         return min(1.0, max(0.01, (self.mean + spare) * conservativeness))
 

@@ -10,7 +10,7 @@ from bough.core.errors import BoughError
 from bough.core.messages import End, EndReason, RowOutput, TraceSpan, owned_name, plain_namespace
 from bough.core.reasoning import reasoning_of
 from bough.core.step import I32, I64
-from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Row, Running, Waiting
+from bough.scheduler.queues import Compiling, Job, Leaving, Phase, Prefilling, Queues, Running, SlotPhase, Waiting
 from bough.scheduler.states import drop_state, give_up_state, keep_state, take_state
 
 _NO_IDS = np.empty(0, np.int32)
@@ -137,30 +137,30 @@ def count_end(queues: Queues, end: End) -> None:
         counters.finished += 1
 
 
-def let_go(queues: Queues, cache: PrefixCache, row: Row, *, requeue: bool, keep_kv: bool = True) -> None:
+def let_go(queues: Queues, cache: PrefixCache, phase: SlotPhase, *, requeue: bool, keep_kv: bool = True) -> None:
     """Takes a row out of the plan. Its memory goes back at once, or when its last step in flight has settled.
 
     With `requeue` the request waits again, with the output it has by then; otherwise it has ended. Without `keep_kv`
     its memory is not to be trusted: what its steps in flight yield is dropped, and nothing of it enters the tree.
     """
-    slot = row.slot
-    match row:
+    slot = phase.slot
+    match phase:
         case Prefilling():
             del queues.prefilling[slot]
         case Running():
             queues.stop_running(slot)
         case Leaving():
             del queues.leaving[slot]
-            requeue = requeue and row.requeue
-            keep_kv = keep_kv and row.keep_kv
+            requeue = requeue and phase.requeue
+            keep_kv = keep_kv and phase.keep_kv
     queues.forced.pop(slot, None)
-    if queues.media is not None and row.job.media is not None:
-        queues.media.let_go(row.job.id, row.job.media)
-    leaving = Leaving(row.job, slot, row.node, requeue, keep_kv)
+    if queues.media is not None and phase.job.media is not None:
+        queues.media.let_go(phase.job.id, phase.job.media)
+    leaving = Leaving(phase.job, slot, phase.node, requeue, keep_kv)
     if requeue:
-        queues.where[row.job.id] = leaving
+        queues.where[phase.job.id] = leaving
     else:
-        queues.where.pop(row.job.id, None)
+        queues.where.pop(phase.job.id, None)
     if not requeue or not keep_kv:
         queues.slots.live[slot] = False
     if queues.in_flight(slot):
@@ -169,43 +169,45 @@ def let_go(queues: Queues, cache: PrefixCache, row: Row, *, requeue: bool, keep_
         release(queues, cache, leaving)
 
 
-def retract(queues: Queues, cache: PrefixCache, row: Prefilling | Running, *, dry: bool, keep_kv: bool = True) -> None:
+def retract(
+    queues: Queues, cache: PrefixCache, phase: Prefilling | Running, *, dry: bool, keep_kv: bool = True
+) -> None:
     """Takes a row's memory away; it goes to the head of the queue."""
-    row.job.retractions += 1
+    phase.job.retractions += 1
     queues.counters.retractions += 1
     if dry:
-        row.job.dry_retractions += 1
+        phase.job.dry_retractions += 1
         queues.ratio.retracted()
-    let_go(queues, cache, row, requeue=True, keep_kv=keep_kv)
+    let_go(queues, cache, phase, requeue=True, keep_kv=keep_kv)
 
 
-def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
+def release(queues: Queues, cache: PrefixCache, phase: Leaving) -> None:
     """Nothing in flight reads the row any more: its full pages enter the tree, the rest is free, and so is its slot."""
     slots = queues.slots
-    slot, job, node = row.slot, row.job, row.node
-    if row.keep_kv and cache.enabled and not node.detached:
+    slot, job, node = phase.slot, phase.job, phase.node
+    if phase.keep_kv and cache.enabled and not node.detached:
         size = cache.page_size
         end = job.tree_end(int(min(slots.kv_settled[slot], slots.known[slot])))
         end -= end % size
         if end > node.depth:
             save = take_state(queues, slot)
             if save is not None and node.depth < save.num_tokens <= end:
-                node = _enter_tree(queues, cache, row, node, save.num_tokens)
+                node = _enter_tree(queues, cache, phase, node, save.num_tokens)
                 keep_state(cache, node, save, queues.settled)
             elif save is not None:
                 give_up_state(cache, save)
-            node = _enter_tree(queues, cache, row, node, end)
+            node = _enter_tree(queues, cache, phase, node, end)
     drop_state(queues, cache, slot)
     private = slots.private_pages(slot)
-    if job.ask.keep and row.keep_kv and not row.requeue and slots.kv_settled[slot] >= len(job.prompt):
-        private = _keep(queues, cache, row, node, private)
+    if job.ask.keep and phase.keep_kv and not phase.requeue and slots.kv_settled[slot] >= len(job.prompt):
+        private = _keep(queues, cache, phase, node, private)
     cache.release(node, private, slots.gone[:, slot])
     content = slots.content.pop(slot, None)
     if content is not None:
         cache.fixed.let_go(content, slot, keep=cache.enabled)
     if queues.drafter is not None:
-        queues.drafter.forget(queues, slot, job, has_ended=not row.requeue)
-    if row.requeue:
+        queues.drafter.forget(queues, slot, job, has_ended=not phase.requeue)
+    if phase.requeue:
         job.drafted = drafts_of(queues, job)
         job.output = slots.output(slot).copy()
         job.emitted = int(slots.emitted[slot])
@@ -214,32 +216,32 @@ def release(queues: Queues, cache: PrefixCache, row: Leaving) -> None:
     queues.proposed.pop(slot, None)
     queues.reporting.discard(slot)
     slots.give_back(slot)
-    if row.requeue:
+    if phase.requeue:
         waiting = Waiting(job, np.concatenate([job.key, job.output.astype(np.int64)]))
         queues.where[job.id] = waiting
         queues.waiting.put_back(waiting)
 
 
-def _enter_tree(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, end: int) -> Node:
+def _enter_tree(queues: Queues, cache: PrefixCache, phase: Leaving, node: Node, end: int) -> Node:
     """Moves the row's pages up to `end` into the tree. Returns the node that they end in."""
-    slots, slot, size = queues.slots, row.slot, cache.page_size
+    slots, slot, size = queues.slots, phase.slot, cache.page_size
     if end <= node.depth:
         return node
-    tail = key_span(queues, row.job, slot, node.depth, end)
+    tail = key_span(queues, phase.job, slot, node.depth, end)
     pages = slots.table[:, slot, node.depth // size : end // size]
     slots.tree_columns[slot] = end // size
     gone = slots.gone[:, slot]
-    return cache.insert(node, tail, pages, step=-1, gone=gone, priority=row.job.ask.priority).node
+    return cache.insert(node, tail, pages, step=-1, gone=gone, priority=phase.job.ask.priority).node
 
 
-def _keep(queues: Queues, cache: PrefixCache, row: Leaving, node: Node, private: I32) -> I32:
+def _keep(queues: Queues, cache: PrefixCache, phase: Leaving, node: Node, private: I32) -> I32:
     """Keeps an ended request's prompt within reach of a join. Returns the pages that are left to be freed."""
-    job, slots = row.job, queues.slots
+    job, slots = phase.job, queues.slots
     if not cache.enabled or node.detached or job.media is not None:
         return private
     pages = _NO_IDS
     if len(job.key) % cache.page_size:
-        pages = slots.table[:, row.slot, slots.tree_columns[row.slot]].copy()
+        pages = slots.table[:, phase.slot, slots.tree_columns[phase.slot]].copy()
     name = (plain_namespace(job.ask.namespace), owned_name(job.ask.tenant, job.ask.rid))
     cache.keep(name, KeptTail(job.ask.namespace, job.key, pages))
     return private[np.isin(private, pages, invert=True)] if len(pages) else private
@@ -249,9 +251,9 @@ def release_settled(queues: Queues, cache: PrefixCache) -> None:
     """Releases the rows whose last step has settled."""
     if queues.leaving:
         last_step, settled = queues.slots.last_step, queues.settled
-        for row in [row for slot, row in queues.leaving.items() if last_step[slot] <= settled]:
-            del queues.leaving[row.slot]
-            release(queues, cache, row)
+        for phase in [phase for slot, phase in queues.leaving.items() if last_step[slot] <= settled]:
+            del queues.leaving[phase.slot]
+            release(queues, cache, phase)
 
 
 def key_span(queues: Queues, job: Job, slot: int, start: int, stop: int) -> I64:

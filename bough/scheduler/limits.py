@@ -42,9 +42,11 @@ class Limits:
     unwatched_tokens: int = 0
     """Maximum prompt tokens of a step while no request streams, if larger than `chunk_tokens`."""
     whole_prompts: bool = False
-    """Never cut a prompt that fits into one step."""
+    """A prompt that fits into one step waits for one with enough tokens left, instead of being cut. Only the first prompt of
+    a step is cut, if its budget is too small (`Queues.prefill_cap`), so that it gets on..."""
     uncut: bool = False
-    """Not even after the device ran out of memory: the model must see all of it at once."""
+    """...unless the model must see all of it at once, as some pooling models do: then the first prompt is not bound by the
+    budget. None is longer than a step."""
     policy: SchedulePolicy = "auto"
     conservativeness: float = 1.0
     """Factor of the output that is expected of requests when memory is reserved. With 2.0 a full pool ends 40 % later,
@@ -104,8 +106,9 @@ class Limits:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile. Matrix products of large steps are computed in tiles, and a partly filled tile costs as much as
-        a full one. An eighth of `large_step_tokens`, which is 512 on an H200."""
+        """Step tokens of a tile: matrix products of large steps are computed in tiles of so many tokens, and a partly filled
+        tile costs as much as a full one. An eighth of `large_step_tokens` (512 on an H200), so that a large step has at
+        least eight tiles."""
         return max(1, self.large_step_tokens // 8)
 
     @property

@@ -18,21 +18,21 @@ def fill_masks(flight: Flight, queues: Queues) -> Mask:
     drafts = _drafts_of(flight, queues)
     counts = [1 + len(drafts.get(row, ())) for row in constrained.tolist()]
     masks = np.empty((sum(counts), -(-queues.limits.vocab_size // 32)), np.int32)
-    where = step.slots[constrained]
+    slot_ids = step.slots[constrained]
     rows, at = [], 0
     for row, slot, live, count in zip(
-        constrained.tolist(), where.tolist(), slots.live[where].tolist(), counts, strict=True
+        constrained.tolist(), slot_ids.tolist(), slots.live[slot_ids].tolist(), counts, strict=True
     ):
         if (
             live
             and not queues.is_void(slot, step.index)
-            and (not flight.tails or _take_tail(flight, queues, row, slot))
+            and (not flight.forced or _accept_forced(flight, queues, row, slot))
         ):
             rows.append((row, slot, queues.gates[slot], masks[at : at + count]))
         else:
             masks[at : at + count] = -1
         at += count
-    flight.tails_accepted = True
+    flight.forced_accepted = True
     if len(rows) > 1 and queues.grammars is not None:
         queues.grammars.look([ruler for _, _, gate, _ in rows if (ruler := gate.ruler) is not None])
     for row, slot, gate, mask in rows:
@@ -88,9 +88,9 @@ def _fill_behind(gate: Gate, drafts: list[tuple[int, int]], masks: Mask) -> None
     walk(0)
 
 
-def _take_tail(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
+def _accept_forced(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
     """Shows the row's gate the forced tokens that the step brought in. False: it does not take them."""
-    for token in flight.tails.get(row, ()):
+    for token in flight.forced.get(row, ()):
         if not queues.gates[slot].accept(token):
             flight.rejected[row] = f"the grammar failed: it forced token {token} and does not accept it"
             return False

@@ -22,7 +22,7 @@ _NO_DRAFTS = np.empty(0, np.int32)
 
 
 class ForcedRun(Struct):
-    """A row whose next tokens are forced: they go in at once, the first having been sampled under a mask."""
+    """A row whose next tokens are forced. They go in at once: all of `queues.forced`, or its first token only."""
 
     slot: int
     tokens: list[int]
@@ -40,7 +40,10 @@ class StepPlan(Struct):
     draft_tokens: I32 = _NO_DRAFTS
     """Those drafts, row after row."""
     proposals: int = NO_PROPOSER
-    """Drafts that the proposer on the device leaves for the rows' next step."""
+    """Drafts that the proposer on the device leaves for the next step of every row that samples. The drafter chooses it for
+    the decode rows; rows with forced tokens and prompts that end get as many, and rows that are preempted afterwards do not
+    change it. The proposer runs even if there are no pages for it: it writes only where its row has pages (`Step.room`), and
+    its drafts are then less often right."""
     runs: list[ForcedRun] = []
     num_kept_columns: int = 0
     """Columns that rows which sit this step out may need in the next one: the step does not give them to others."""
@@ -50,7 +53,8 @@ class StepPlan(Struct):
     preempt: list[int] = []
     """Slots that give way to a more urgent request."""
     owed_ms: float = 0.0
-    """After this step: what long prompts have taken from the rows that decode beyond their part."""
+    """After this step: milliseconds that slow prompts have taken from rows that decode beyond their part. 0, and forgiven,
+    after a step in which they have no bound (`_slow_part_ms`)."""
 
     @property
     def num_decode_columns(self) -> int:
@@ -72,7 +76,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     each. `cache.num_available` are pages that are free or hold cached prefixes that no row reads, which `commit` evicts.
 
     1. Every running row decodes one token (`_plan_decodes`), with drafts if a drafter offers some. If there are not enough
-       pages, the youngest rows are retracted; then the step has no prompts, because their memory is needed.
+       pages, the requests that came last are retracted; then the step has no prompts, because their memory is needed.
     2. Prompts get what is left of the step's tokens and pages, bounded so that rows which decode keep their time per token
        (`prefill_budget`). Slow prompts, which would take more than a second by themselves, get a smaller part
        (`_slow_tokens`): they may take `part_ms` of each step on average, and what they took beyond that is carried to the
@@ -94,12 +98,13 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     pages = cache.num_available - decode_pages
     tokens = limits.max_step_tokens - plan.num_decode_tokens - sum(len(run.tokens) for run in plan.runs)
     pace = _pace(queues, plan) if num_decodes else _UNWATCHED
-    part_ms = _part_of_long(queues, limits, num_decodes, pace)
+    part_ms = _slow_part_ms(queues, limits, num_decodes, pace)
     if wants_prefill and not plan.retract:
         budget = prefill_budget(queues, limits, tokens, num_decodes, pace)
         decode_tokens = limits.max_step_tokens - tokens
         if budget >= limits.large_step_tokens and not limits.whole_prompts and _wanted_tokens(queues) > budget:
-            # A large step is computed in tiles; the tokens of a tile that is not full are cheaper in the next step.
+            # A large step is computed in tiles of tokens, at least eight; those of a tile that is not full are cheaper in
+            # the next step.
             budget -= (decode_tokens + budget) % limits.tile_tokens
         slow_tokens = _slow_tokens(queues, limits, budget, part_ms)
         room = PrefillRoom(budget, slow_tokens, pages, decode_pages, decode_tokens)
@@ -114,13 +119,13 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         owed_ms = queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms
         plan.owed_ms = min(max(0.0, owed_ms), _MOST_OWED * part_ms)
     if not plan.has_rows and not plan.retract and not plan.preempt and _stuck(queues):
-        plan.retract = victims(queues, limits, 1)
+        plan.retract = victims(queues, limits, short_pages=1)
     return plan
 
 
 def _wanted_tokens(queues: Queues) -> int:
     """Of all prompts, what is not computed yet; some of it may turn out to be cached."""
-    return queues.waiting.num_tokens + sum(len(row.key) - row.computed for row in queues.prefilling.values())
+    return queues.waiting.num_tokens + sum(len(phase.key) - phase.computed for phase in queues.prefilling.values())
 
 
 def _take_out(plan: StepPlan, preempt: list[int]) -> None:
@@ -132,7 +137,7 @@ def _take_out(plan: StepPlan, preempt: list[int]) -> None:
         plan.draft_tokens = plan.draft_tokens[stay.repeat(plan.drafts)]
         plan.drafts = plan.drafts[stay] if len(plan.draft_tokens) else _NO_DRAFTS
     plan.runs = [run for run in plan.runs if run.slot not in preempt]
-    plan.shares = [s for s in plan.shares if isinstance(s.row, Waiting) or s.row.slot not in preempt]
+    plan.shares = [s for s in plan.shares if isinstance(s.phase, Waiting) or s.phase.slot not in preempt]
 
 
 # Values below were compared with others by `benchmarks/scheduler_constants.py`; the results are in
@@ -142,9 +147,10 @@ _CROWD = 8
 """Requests. If at least this many wait for their first token, they are a crowd: the target time per token is ignored until
 they have it. Trades gaps of running streams (at most one full chunk: 0.22 s instead of 0.05 s) for 1 % of throughput."""
 _CROWD_RATIO = 4
-"""Running rows per waiting request: with more of them, no number of waiting requests is a crowd."""
+"""Rows that decode, per waiting request, up to which those that wait can be a crowd. If more decode, the target time per
+token holds, because those that would lose are many more than those that gain."""
 
-_BESIDE_LONG = 1.7
+_BESIDE_SLOW = 1.7
 """Mean duration of a step with a part of a slow prompt, in decode steps. Running streams are slowed down by this factor: 1.4
 makes a prompt of 60,000 tokens wait 6.6 s instead of 4.2 s for its first token, 3.0 makes it 2.6 s."""
 
@@ -171,7 +177,8 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
     `pace` times the target.
 
     While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
-    what a few lose.
+    what a few lose. `queues.prefill_cap` bounds steps after the device ran out of memory, `cost.tokens_within` is None
+    while costs are not known or if there is no target.
     """
     budget = tokens if limits.whole_prompts else min(tokens, _chunk(queues, limits, pace))
     if queues.prefill_cap is not None:
@@ -187,7 +194,7 @@ def _chunk(queues: Queues, limits: Limits, pace: float) -> int:
     """Maximum prompt tokens of a step: more if no request streams, neither those that decode nor those that wait."""
     if limits.unwatched_tokens <= limits.chunk_tokens or pace == _WATCHED:
         return limits.chunk_tokens
-    is_watched = any(row.job.is_watched for row in queues.prefilling.values()) or any(
+    is_watched = any(phase.job.is_watched for phase in queues.prefilling.values()) or any(
         waiting.job.is_watched for waiting in islice(queues.waiting, LOOK_AHEAD)
     )
     return limits.chunk_tokens if is_watched else limits.unwatched_tokens
@@ -198,17 +205,18 @@ def _has_crowd(queues: Queues, num_decodes: int) -> bool:
     return num_waiting >= _CROWD and num_decodes <= _CROWD_RATIO * num_waiting
 
 
-def _part_of_long(queues: Queues, limits: Limits, num_decodes: int, pace: float) -> float | None:
-    """Milliseconds of each step that long prompts may take on average; None: as much as others."""
+def _slow_part_ms(queues: Queues, limits: Limits, num_decodes: int, pace: float) -> float | None:
+    """Milliseconds of each step that slow prompts may take on average; None: they have no bound of their own, because
+    nothing decodes, a crowd waits, there is no target time, or costs are not known yet."""
     if not num_decodes or limits.tpot_target_ms == 0.0 or _has_crowd(queues, num_decodes):
         return None
     if queues.cost.decode_ms <= 0.0 or queues.cost.prefill_token_ms <= 0.0:  # not known yet
         return None
-    return pace * (_BESIDE_LONG - 1.0) * queues.cost.decode_ms
+    return pace * (_BESIDE_SLOW - 1.0) * queues.cost.decode_ms
 
 
 def _slow_tokens(queues: Queues, limits: Limits, budget: int, part_ms: float | None) -> int:
-    """How much of the step's budget long prompts may have.
+    """How much of the step's budget slow prompts may have.
 
     Where their part is too short for a chunk that is worth its look at the prompt's KV, they take more at a time, and then
     rest until what they took too much is given back.
@@ -221,11 +229,19 @@ def _slow_tokens(queues: Queues, limits: Limits, budget: int, part_ms: float | N
 
 
 def _stuck(queues: Queues) -> bool:
-    """Prompts under way got no memory, and nothing in flight or leaving will give any."""
+    """Prompts under way got no memory, and no step is in flight, nor a row leaving, that will free any."""
     return bool(queues.prefilling) and not queues.leaving and queues.settled == queues.next_step - 1
 
 
 def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_prefill: bool) -> StepPlan:
+    """The rows that decode, with their new columns, drafts and forced tokens; rows to retract if memory is short.
+
+    Rows are named by their slots. `slots.out_low`, `out_high`, `kv_high` bound what rows will have once the steps in flight
+    have run (see the table at `SlotTable`): a row whose least output is its limit has nothing to do, and one whose KV may
+    fill its pages needs a column. Rows may sit this step out: those that may not need their column after all have it kept
+    (`num_kept_columns`). Those that wait for their drafts, or for a step or stage with room for them, do not: what rows will
+    need was left free when prompts were admitted (`_Sharing.admit`).
+    """
     slots, drafter = queues.slots, queues.drafter
     rows = queues.running_slots()
     if not len(rows):
@@ -234,7 +250,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     if np.count_nonzero(more) < len(rows):
         rows = rows[more]
     if drafter is not None:
-        rows = _without_waiting(queues, drafter, limits, rows)
+        rows = _without_unsettled(queues, drafter, limits, rows)
     if limits.num_stages > 1:
         rows = _micro_batch(queues, limits, rows)
     rows = _within_tokens(queues, limits, rows, wants_prefill=wants_prefill)
@@ -264,7 +280,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
     return plan
 
 
-def _without_waiting(queues: Queues, drafter: Drafter, limits: Limits, rows: I64) -> I64:
+def _without_unsettled(queues: Queues, drafter: Drafter, limits: Limits, rows: I64) -> I64:
     """Leaves out rows that had better wait until their steps in flight have settled: those whose drafts are found by
     what they said last, and those that could outgrow the context if all their drafts turn out right."""
     slots = queues.slots
@@ -335,7 +351,7 @@ def _plan_ahead(plan: StepPlan, limits: Limits, reach: int, left: int) -> None:
     for share in plan.shares:
         if reach and share.left == 0:
             had = share.num_new_columns(size)
-            share.ahead = max(0, min(reach, limits.context_length - len(share.row.key)))
+            share.ahead = max(0, min(reach, limits.context_length - len(share.phase.key)))
             more = (share.num_new_columns(size) - had) * height
             if more > left:
                 share.ahead = more = 0
@@ -354,9 +370,10 @@ def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: 
 
 
 def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: int) -> StepPlan:
-    """Not every row can have its column: the youngest give theirs up, unless rows that are leaving will do."""
-    short = (int(np.count_nonzero(needs)) - columns) * limits.layout.column_pages
-    retract = victims(queues, limits, short) if coming(queues) < short else []
+    """Not every row can have its column: the youngest requests are retracted, unless pages of rows that are leaving are
+    about to come back."""
+    short_pages = (int(np.count_nonzero(needs)) - columns) * limits.layout.column_pages
+    retract = victims(queues, limits, short_pages=short_pages) if coming(queues) < short_pages else []
     fits = ~needs | (np.cumsum(needs) <= columns)
     if retract:
         fits &= ~np.isin(rows, retract)
@@ -370,8 +387,9 @@ def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: i
 def _plan_runs(
     queues: Queues, limits: Limits, rows: I64, needs: Bool, *, columns: int, tokens: int
 ) -> tuple[list[ForcedRun], I64, Bool]:
-    """Rows with forced tokens take them all at once where `columns` and `tokens` to spare allow; otherwise the first, which
-    may not be the one that the device has."""
+    """Takes the rows with forced tokens out of the decode rows: they take all forced tokens at once if `columns` and
+    `tokens` to spare allow; otherwise the first only, and the others are forced again (`queues.forced`). They can't decode
+    instead: the device may have another newest token than the first one."""
     slots = queues.slots
     runs = []
     forced_rows = np.isin(rows, list(queues.forced))

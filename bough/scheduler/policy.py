@@ -52,11 +52,14 @@ def outside_media(waiting: Waiting, found: Match, cache: CacheView) -> Match:
 
 
 def is_starved(waiting: Waiting) -> bool:
+    """Have younger requests run before this one in too many steps? It then comes first, whatever the policy, and counts as
+    short. `commit` counts the steps, because planning changes nothing."""
     return waiting.skipped >= PATIENCE_STEPS
 
 
 def ordered(queues: Queues, cache: CacheView, limits: Limits) -> Iterator[Waiting]:
-    """Waiting requests, most deserving first."""
+    """Waiting requests, most deserving first: priorities descend, and within each, requests that lost their memory come
+    first. A starved request, if it is of the highest priority, comes before all."""
     sort = ORDERS[effective(queues, cache, limits)]
     oldest = queues.waiting.oldest()
     starved = oldest if oldest is not None and is_starved(oldest) else None

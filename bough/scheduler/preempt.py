@@ -10,12 +10,12 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
 
 
-def freed_by(queues: Queues, row: Prefilling | Running) -> int:
+def freed_by(queues: Queues, phase: Prefilling | Running) -> int:
     """Pages that become available when this row lets go: its own, and those of the tree that only it locks."""
     slots, layout = queues.slots, queues.slots.layout
-    pages = slots.num_private(row.slot)
-    gone = slots.gone[:, row.slot].tolist()
-    node: Node | None = row.node
+    pages = slots.num_private(phase.slot)
+    gone = slots.gone[:, phase.slot].tolist()
+    node: Node | None = phase.node
     while node is not None and (node.locks == 1 or gone):
         if node.locks == 1:
             pages += layout.growing_pages * node.num_columns
@@ -23,7 +23,7 @@ def freed_by(queues: Queues, row: Prefilling | Running) -> int:
         for window, low, held in zip(layout.windows, gone, node.held, strict=bool(node.held)):
             pages += window.num_pages * int(np.count_nonzero(held.locks[max(0, low - first) :] == 1))
         node = node.parent
-    return pages + _media_freed_by(queues, row.slot)
+    return pages + _media_freed_by(queues, phase.slot)
 
 
 def _media_freed_by(queues: Queues, slot: int) -> int:
@@ -39,7 +39,7 @@ def coming(queues: Queues) -> int:
     pages = sum(slots.num_private(slot) + _media_freed_by(queues, slot) for slot in queues.leaving)
     if not layout.windows:
         return pages
-    reached = [(row.slot, row.computed) for row in queues.prefilling.values()]
+    reached = [(phase.slot, phase.computed) for phase in queues.prefilling.values()]
     reached += [(slot, int(slots.known[slot]) - 1) for slot in queues.running]
     for slot, num_tokens in reached:
         if queues.in_flight(slot):
@@ -49,23 +49,25 @@ def coming(queues: Queues) -> int:
 
 
 def youngest_first(queues: Queues, limits: Limits) -> list[Prefilling | Running]:
-    """Live rows, those that give way first in front: less urgent, then younger."""
-    rows: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
+    """Rows that prefill or run, those that give way first in front: less urgent, then younger, which is later in the order
+    of arrival (`Job.seq`)."""
+    phases: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
     if limits.priority:
-        return sorted(rows, key=lambda r: (r.job.ask.priority, -r.job.seq))
-    return sorted(rows, key=lambda r: -r.job.seq)
+        return sorted(phases, key=lambda r: (r.job.ask.priority, -r.job.seq))
+    return sorted(phases, key=lambda r: -r.job.seq)
 
 
-def victims(queues: Queues, limits: Limits, short_pages: int) -> list[int]:
-    """Rows to retract so that `short_pages` become available. Never the last row, nor one whose memory is reserved."""
-    rows = youngest_first(queues, limits)
+def victims(queues: Queues, limits: Limits, *, short_pages: int) -> list[int]:
+    """Slots to retract so that `short_pages` pages become available, youngest first. Never the last row, nor one whose
+    memory is reserved."""
+    phases = youngest_first(queues, limits)
     chosen: list[int] = []
-    for row in rows:
-        if short_pages <= 0 or len(chosen) == len(rows) - 1:
+    for phase in phases:
+        if short_pages <= 0 or len(chosen) == len(phases) - 1:
             break
-        if not queues.slots.pinned[row.slot]:
-            chosen.append(row.slot)
-            short_pages -= max(freed_by(queues, row), 1)
+        if not queues.slots.pinned[phase.slot]:
+            chosen.append(phase.slot)
+            short_pages -= max(freed_by(queues, phase), 1)
     return chosen
 
 
@@ -76,12 +78,12 @@ def give_way(queues: Queues, limits: Limits, waiting: Waiting, short_pages: int,
     ceiling = waiting.job.ask.priority - limits.preempt_gap
     chosen: list[int] = []
     ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling), limits.conservativeness)
-    for row in youngest_first(queues, limits):
+    for phase in youngest_first(queues, limits):
         if short_slots <= 0 and short_pages <= 0:
             break
-        if row.job.ask.priority > ceiling:
+        if phase.job.ask.priority > ceiling:
             return []
-        chosen.append(row.slot)
+        chosen.append(phase.slot)
         short_slots -= 1
-        short_pages -= freed_by(queues, row) + row_need(queues, limits, row, ratio)
+        short_pages -= freed_by(queues, phase) + row_need(queues, limits, phase, ratio)
     return chosen if short_slots <= 0 and short_pages <= 0 else []

@@ -21,7 +21,8 @@ from bough.scheduler.queues import Prefilling, Queues, Waiting
 # docs/decisions/scheduler_constants.md.
 
 LOOK_AHEAD = 256
-"""Waiting requests that one step looks at. Bounds the host's time per step: one that is passed over costs about 35 us."""
+"""Waiting requests that one step looks at, in the policy's order. Bounds the host's time per step: one that is passed over
+costs about 35 us."""
 _PEEK = 32
 """Waiting requests that are tried for the rest of a step after one was overtaken, and among which short ones are counted. A
 batch of 512 ends 0.6 % earlier than with 0; 256 gain 0.1 % more."""
@@ -37,28 +38,31 @@ that begin with 20,000 tokens of a slow one wait 0.9 s; 1.1 s if they never wait
 
 
 class Share(Struct):
-    """A row's part of the budget: tokens `start..start + num_tokens` of its key."""
+    """A request's part of the budget: tokens `start..start + num_tokens` of its key."""
 
-    row: Prefilling | Waiting
+    phase: Prefilling | Waiting
+    """The request: under way, or admitted with this share."""
     start: int
     held: int
-    """Columns that cover it up to `start` already."""
+    """Columns that hold its tokens up to `start`."""
     num_tokens: int
     is_long: bool
-    """It leaves a part of the budget to shorter ones."""
+    """It has more tokens left than `_Sharing.longest_short`: it leaves a part of the budget to short prompts."""
     is_slow: bool
-    """What its row has to compute, from its slot on, takes a while by itself."""
+    """What was to be computed of it when it got its slot takes more than `_SLOW_MS`: it is bound to its part of each
+    step."""
     tail_pages: I32 | None = None
     """Per line: the page that holds what lies between the last page border and `start`, to be copied; None: nothing
     does."""
     ahead: int = 0
-    """Tokens behind its own that it has pages for, too."""
-    known: int = 0
-    """As `Match.known`, of a request that is admitted."""
+    """Tokens behind its own that it has pages for, too, because a proposer writes there."""
+    in_tree: int = 0
+    """As `Match.in_tree`, of a request that is admitted; 0 of one under way."""
 
     @property
     def left(self) -> int:
-        return len(self.row.key) - self.start - self.num_tokens
+        """Tokens of the prompt that are still to be computed after this share."""
+        return len(self.phase.key) - self.start - self.num_tokens
 
     def num_new_columns(self, page_size: int) -> int:
         return max(0, -(-(self.start + self.num_tokens + self.ahead) // page_size) - self.held)
@@ -68,6 +72,7 @@ class PrefillRoom(Struct):
     """What a step has left for prompts."""
 
     tokens: int
+    """The budget: prompt tokens that the step may have (`plan.prefill_budget`)."""
     slow_tokens: int
     """Of them, those that slow prompts may have."""
     pages: int
@@ -88,23 +93,24 @@ class PrefillPlan(Struct):
 
 
 def plan_prefill(queues: Queues, cache: CacheView, limits: Limits, room: PrefillRoom) -> PrefillPlan:
-    """Shares the room among prompts under way and waiting requests. Slow ones take turns; one that waits gets its first
-    chunk whatever is left for them.
+    """Shares the room among prompts under way and waiting requests. Slow ones take turns. A slow one that waits gets its
+    first chunk even while slow prompts pause, so that it takes its turn with the others from then on; what it takes adds to
+    `owed_ms`, and the pause gets longer.
 
     Prompts that are longer than the small requests' part of the budget leave that part to shorter ones; what those don't
     want goes back to them. A waiting request is admitted if what all rows are expected to need still fits; the first
     that does not fit ends the search, so that it is not starved by smaller ones. With priorities, prompts under way
-    come after waiting requests that are more urgent.
+    come after waiting requests that are more urgent: those are admitted first (`above`).
     """
     sharing = _Sharing(queues, cache, limits, room)
     under_way = list(queues.prefilling.values())
     urgent = queues.waiting.oldest() if limits.priority else None
     if urgent is not None:
         level = urgent.job.ask.priority
-        sharing.go_on([row for row in under_way if row.job.ask.priority >= level])
-        under_way = [row for row in under_way if row.job.ask.priority < level]
+        sharing.go_on([phase for phase in under_way if phase.job.ask.priority >= level])
+        under_way = [phase for phase in under_way if phase.job.ask.priority < level]
         if under_way:
-            sharing.admit(above=max(row.job.ask.priority for row in under_way))
+            sharing.admit(above=max(phase.job.ask.priority for phase in under_way))
     if under_way:
         sharing.go_on(under_way)
     if not sharing.plan.preempt:
@@ -122,7 +128,7 @@ class _Search(Struct):
     ratio: float
     """Expected output, as a part of what requests allow at most."""
     reserved: int
-    """Pages that rows with a slot will want later."""
+    """Pages that rows with a slot will want later (`_reserved`)."""
     kept: int = 0
     """Pages that stay free for the overtaken."""
     looks_left: int | None = None
@@ -169,32 +175,42 @@ class _Sharing:
         self.limits = limits
         self.plan = PrefillPlan()
         self.budget = room.tokens
-        self.short_cut = int(limits.small_share * room.tokens)
+        """Prompt tokens of the whole step."""
+        self.longest_short = int(limits.small_share * room.tokens)
+        """Tokens up to which the rest of a prompt is short, and which long prompts leave to short ones at most."""
         self.tokens = room.tokens
+        """What is left of the budget..."""
         self.long_tokens = room.tokens - self._kept_for_short()
+        """...of it, for long prompts..."""
         self.slow_tokens = room.slow_tokens
+        """...and for slow ones, whether long or not."""
         self.pages = room.pages
+        """Available pages that no share has taken."""
         self.decode_pages = room.decode_pages
         self.decode_tokens = room.decode_tokens
         self.promised = 0
-        """Pages that requests admitted in this step will want later."""
+        """Pages that requests admitted in this step are expected to need beyond those of their first chunk."""
         self.locked: dict[int, int] = {}
         """Node -> columns of it that requests admitted in this step lock."""
         self.seen: set[tuple[int, int, int]] = set()
         """Columns of windows that they lock (`CacheView.unlocked_columns`)."""
         self.height = limits.layout.column_pages
+        """Pages of a column."""
         self.contents: set[bytes] = set()
         """Media that cross attention of requests admitted in this step reads."""
         self.admitted: set[int] = set()
+        """Ids of requests admitted in this step."""
         self.media = EncodePlan(queues.media) if queues.media is not None else None
-        self.leaders = [(row.job.ask.namespace, row.key) for row in queues.prefilling.values()]
+        """Items of media that the step computes; None: the model takes text only."""
+        self.leaders = [(phase.job.ask.namespace, phase.key) for phase in queues.prefilling.values()]
+        """Namespaces and prompts of the step, whose prefixes waiting requests may wait for (`_follows`)."""
 
     def _kept_for_short(self) -> int:
         """The part of the budget that long prompts leave to short ones, if there are any."""
-        queues, cut = self.queues, self.short_cut
+        queues, cut = self.queues, self.longest_short
         wanted = 0
-        for row in queues.prefilling.values():
-            left = len(row.key) - row.computed
+        for phase in queues.prefilling.values():
+            left = len(phase.key) - phase.computed
             wanted += left if left <= cut else 0
         if wanted < cut:
             for waiting in islice(queues.waiting, _PEEK):
@@ -205,26 +221,31 @@ class _Sharing:
             kept = max(kept, min(self.limits.min_chunk_tokens, -(-self.tokens // 2)))
         return kept
 
-    def go_on(self, rows: list[Prefilling]) -> None:
+    def go_on(self, prompts: list[Prefilling]) -> None:
         """Gives prompts under way their next chunks."""
-        for row in sorted(rows, key=self._turn):
-            held = int(self.queues.slots.num_columns[row.slot])
-            is_long, is_slow = len(row.key) - row.computed > self.short_cut, self._is_slow(len(row.key) - row.found)
-            share = Share(row, row.computed, held, 0, is_long, is_slow)
+        for phase in sorted(prompts, key=self._turn):
+            held = int(self.queues.slots.num_columns[phase.slot])
+            is_long = len(phase.key) - phase.computed > self.longest_short
+            is_slow = self._is_slow(len(phase.key) - phase.found)
+            share = Share(phase, phase.computed, held, 0, is_long, is_slow)
             if self._give(share, first=not self.plan.shares):
                 self.plan.shares.append(share)
 
-    def _turn(self, row: Prefilling) -> tuple[int, int, int]:
+    def _turn(self, phase: Prefilling) -> tuple[int, int, int]:
         """The urgent first; slow prompts after others that are as urgent, by turns."""
-        level = -row.job.ask.priority if self.limits.priority else 0
-        is_slow = self._is_slow(len(row.key) - row.found)
-        return level, is_slow, int(self.queues.slots.last_step[row.slot]) if is_slow else 0
+        level = -phase.job.ask.priority if self.limits.priority else 0
+        is_slow = self._is_slow(len(phase.key) - phase.found)
+        return level, is_slow, int(self.queues.slots.last_step[phase.slot]) if is_slow else 0
 
     def _is_slow(self, num_tokens: int) -> bool:
         return num_tokens * self.queues.cost.prefill_token_ms > _SLOW_MS
 
     def _give(self, share: Share, *, first: bool) -> bool:
-        """Gives a row what it can use of the budget. A chunk that is not the last ends at a page border if it can."""
+        """Gives a request what it can use of the budget, and takes it from what is left. A chunk that is not the last ends
+        at a page border if it can. False: there are no tokens or pages that it could use. `first`: no other
+        request has a share yet, or this one has had its share before, so that waiting for a step with more tokens would not
+        help it (`Limits.whole_prompts`, `Limits.uncut`).
+        """
         size = self.limits.page_size
         left = share.left
         count = min(left, (share.held + self._columns_for(share)) * size - share.start)
@@ -236,8 +257,8 @@ class _Sharing:
                 return False
             over = (share.start + count) % size
             count -= over if over < count else 0
-        if count > 0 and self.media is not None and share.row.job.media is not None:
-            count = self._with_media(self.media, share.row, share.row.job.media, share.start, count, most)
+        if count > 0 and self.media is not None and share.phase.job.media is not None:
+            count = self._with_media(self.media, share.phase, share.phase.job.media, share.start, count, most)
         if count <= 0:
             return False
         share.num_tokens = count
@@ -248,13 +269,13 @@ class _Sharing:
         return True
 
     def _with_media(
-        self, step: EncodePlan, row: Prefilling | Waiting, media: JobMedia, start: int, count: int, most: int
+        self, encode: EncodePlan, phase: Prefilling | Waiting, media: JobMedia, start: int, count: int, most: int
     ) -> int:
         """How many of `count` tokens the step can have, for the sake of the media that it would have to compute."""
         if not media.fixed_key:
-            return step.fit(media, start, count, most)
-        is_there = isinstance(row, Prefilling) or self.cache.find_fixed(media.fixed_key) is not None
-        return count if is_there or step.fit_fixed(media) else 0
+            return encode.fit(media, start, count, most)
+        is_there = isinstance(phase, Prefilling) or self.cache.find_fixed(media.fixed_key) is not None
+        return count if is_there or encode.fit_fixed(media) else 0
 
     def _columns_for(self, share: Share) -> int:
         """What is left of the memory for a row.
@@ -265,7 +286,7 @@ class _Sharing:
         columns = columns_in(self.pages, self.limits)
         if not self.limits.layout.windows:
             return columns
-        others = self.promised + self._reserved(share.row)
+        others = self.promised + self._reserved(share.phase)
         return min(columns, max(1, columns_in(self.pages - others, self.limits)))
 
     def _whole_items_for(self, share: Share, count: int) -> int:
@@ -279,8 +300,8 @@ class _Sharing:
     def _tokens_for(self, share: Share) -> int:
         """What is left of the budget for a row of this kind."""
         tokens = min(self.tokens, self.long_tokens) if share.is_long else self.tokens
-        if share.is_slow:
-            least = self.limits.min_chunk_tokens if isinstance(share.row, Waiting) else 0
+        if share.is_slow:  # one that waits gets its first chunk in any case: see `plan_prefill`
+            least = self.limits.min_chunk_tokens if isinstance(share.phase, Waiting) else 0
             tokens = min(tokens, max(self.slow_tokens, least))
         return tokens
 
@@ -301,9 +322,12 @@ class _Sharing:
         """Admits waiting requests in the policy's order until the step's tokens, slots or memory are used up.
 
         Each is matched with the prefix cache (`_match`), must find a slot and memory for its prompt and its expected output
-        (`_fits`), may be overtaken by later ones that fill the step better (`_is_overtaken`), and is given its first chunk
-        (`_give_first`). The first request that does not fit ends the search: if smaller ones behind it were admitted, it
-        could wait forever. `above`: admits only requests with a higher priority.
+        (`_fits`), may be overtaken by later ones that fill the step better (`_overtake`), and is given its first chunk
+        (`_give_first`). The first request for which there is no slot or no memory ends the search: if smaller ones behind it
+        were admitted, it could wait forever. One that fits, but for whose kind the step has no tokens left, does not end it:
+        it waits for tokens, and comes first once it is starved (`policy.is_starved`).
+
+        `above`: admits only requests with a higher priority than this. They come first in the policy's order.
         """
         queues, limits = self.queues, self.limits
         if self.tokens <= 0 or not len(queues.waiting):
@@ -311,6 +335,8 @@ class _Sharing:
         slots_left = min(limits.max_running - queues.num_live, queues.slots.num_free) - len(self.admitted)
         if slots_left <= 0 and not limits.priority:  # with priorities, a request may still take the place of a row
             return
+        # The candidate is one row more than those that `_reserved` estimates: the more rows, the closer their outputs are to
+        # the mean.
         ratio = queues.ratio.estimate(len(queues.running) + len(queues.prefilling) + 1, limits.conservativeness)
         search = _Search(slots_left, ratio, self._reserved())
         for waiting in islice(ordered(queues, self.cache, limits), LOOK_AHEAD):
@@ -324,7 +350,7 @@ class _Sharing:
             if not self._fits(candidate, search):
                 return
             candidate.lengthen(self.cache)  # only now: a match within a page costs a search, and takes no more memory
-            if not self._is_overtaken(candidate, search) and self._give_first(candidate):
+            if not self._overtake(candidate, search) and self._give_first(candidate):
                 search.slots_left -= 1
 
     def _match(self, waiting: Waiting, ratio: float) -> _Candidate | None:
@@ -336,6 +362,7 @@ class _Sharing:
             return None
         locks: dict[int, int] = {}
         num_locked = 0
+        # A request locks all pages of a node that grow with the context, and of windows only the columns that it sees.
         for node, used in found.path:
             before = self.locked.get(id(node), 0)
             if node.locks == 0 and used > before:
@@ -368,16 +395,18 @@ class _Sharing:
             self.plan.preempt = give_way(queues, limits, candidate.waiting, short_pages, 1 - search.slots_left)
         return False
 
-    def _is_overtaken(self, candidate: _Candidate, search: _Search) -> bool:
-        """Is the request left for the next step, which can compute its prompt whole, while later ones fill this one?
+    def _overtake(self, candidate: _Candidate, search: _Search) -> bool:
+        """Leaves the request for the next step, if that one can compute its prompt whole, while later ones fill this one.
+        Returns whether it does. A starved request is not overtaken, which bounds how long it can wait.
 
-        From the first such request on, the search is for prompts that fit into the rest of the step, `_PEEK` of them. The
-        slots and pages of overtaken requests stay free for them.
+        If a part of the budget is reserved for short prompts, all long ones are left for the next step, and nothing is kept
+        for them: the short ones were promised that part. Otherwise the search is from now on for `_PEEK` prompts that fit
+        into the rest of the step, and the slots and pages of overtaken requests stay free for them.
         """
         waiting, left = candidate.waiting, candidate.left
         if search.looks_left is None and self._is_better_whole(left) and not is_starved(waiting):
             if self.tokens > self.long_tokens:
-                self.long_tokens = 0  # the rest is reserved for short prompts, which are still admitted
+                self.long_tokens = 0
                 return True
             search.looks_left = _PEEK
         if search.looks_left is not None and not self._fills_tiles(left):
@@ -387,12 +416,12 @@ class _Sharing:
         return False
 
     def _give_first(self, candidate: _Candidate) -> bool:
-        """Gives the request its first chunk. False: nothing is left that it could use."""
+        """Gives the request its first chunk, and notes what it will need later. False: nothing is left that it could use."""
         waiting, left = candidate.waiting, candidate.left
-        is_long = left > self.short_cut and not is_starved(waiting)
+        is_long = left > self.longest_short and not is_starved(waiting)
         start, tail = candidate.found.num_tokens, candidate.found.tail_pages
         share = Share(waiting, start, candidate.cached, 0, is_long, self._is_slow(left), tail)
-        share.known = candidate.found.known
+        share.in_tree = candidate.found.in_tree
         at_once = candidate.num_locked + candidate.media_pages
         self.pages -= at_once
         if not self._give(share, first=not self.plan.shares):
@@ -429,17 +458,18 @@ class _Sharing:
         return left <= self.tokens and -(tokens + left) % tile < -tokens % tile
 
     def _reserved(self, but: Prefilling | Waiting | None = None) -> int:
-        """Pages that the rows there are, all `but` one, will want beyond what they have and are given in this step."""
+        """Pages that running and prefilling requests, all `but` one, are expected to need beyond what they have and what
+        this step gives them."""
         queues, limits = self.queues, self.limits
         if not queues.running and not queues.prefilling:
             return 0
         rows = queues.running_slots()
         ratio = queues.ratio.estimate(len(rows) + len(queues.prefilling), limits.conservativeness)
         pages = int(running_need(queues, limits, rows, ratio).sum()) - self.decode_pages
-        given = {id(each.row): each.num_new_columns(limits.page_size) * self.height for each in self.plan.shares}
-        for row in queues.prefilling.values():
-            if row is not but:
-                pages += max(0, prefill_need(queues, limits, row, ratio) - given.get(id(row), 0))
+        given = {id(each.phase): each.num_new_columns(limits.page_size) * self.height for each in self.plan.shares}
+        for phase in queues.prefilling.values():
+            if phase is not but:
+                pages += max(0, prefill_need(queues, limits, phase, ratio) - given.get(id(phase), 0))
         return pages
 
 

@@ -13,7 +13,7 @@ from bough.core.grammar import GrammarQueue
 from bough.core.messages import Generate, Ids, TokenLogprobs, TraceSpan
 from bough.core.step import I64, KVMoves
 from bough.scheduler.constrain import Gate
-from bough.scheduler.drafting import NUM_DRAFT_PLACES, Drafter
+from bough.scheduler.drafting import NUM_DRAFT_POSITIONS, Drafter
 from bough.scheduler.learn import HitRate, OutputRatio, StepCost
 from bough.scheduler.limits import Limits
 from bough.scheduler.mail import Mail
@@ -129,7 +129,7 @@ class Waiting(Struct, eq=False):
     key: I64
     """All tokens that must be in memory before the next one can be sampled."""
     skipped: int = 0
-    """Steps in which younger requests had a place while it was the oldest that waited."""
+    """Steps in which younger requests ran while it was the oldest that waited. `commit` counts them."""
     memo: tuple[int, Match] | None = None
     """A match and the cache version it holds for."""
 
@@ -145,8 +145,8 @@ class Prefilling(Struct, eq=False):
     """0 <= computed < len(key): tokens whose KV is in memory or launched."""
     found: int = 0
     """As many as that when it got its slot."""
-    known: int = 0
-    """As `Match.known` then."""
+    in_tree: int = 0
+    """As `Match.in_tree` then."""
 
 
 class Running(Struct, eq=False):
@@ -158,16 +158,21 @@ class Running(Struct, eq=False):
 
 
 class Leaving(Struct, eq=False):
-    """Out of the plan, but a step in flight still reads its pages. It ends then, or goes back to the queue."""
+    """Has ended or lost its memory, but a step in flight still reads its pages. It is not planned any more, and keeps its
+    slot and pages until that step has settled (`leave.let_go`, `leave.release`). If it goes back to the queue, tokens that
+    its steps in flight yield still count, unless its KV is wrong."""
 
     job: Job
     slot: int
     node: Node
     requeue: bool
+    """It will wait again; otherwise it has ended."""
     keep_kv: bool = True
+    """Its full pages enter the prefix tree; otherwise what they hold is wrong."""
 
 
-Row = Prefilling | Running | Leaving
+SlotPhase = Prefilling | Running | Leaving
+"""Phases with a slot."""
 Phase = Compiling | Waiting | Prefilling | Running | Leaving
 
 
@@ -262,8 +267,8 @@ class Counters(Struct):
     """Drafts that were verified..."""
     accepted_tokens: int = 0
     """...and those of them that were right."""
-    accepted_at: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_PLACES)
-    """The same by place behind the row's newest token; all further places count at the last."""
+    accepted_at: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
+    """The same by position behind the row's newest token; all further ones count at the last."""
     drafted_rows: int = 0
     """Times that a row was in a step with drafts."""
     decoded_rows: int = 0
@@ -287,17 +292,20 @@ class Queues:
         self.where: dict[int, Phase] = {}
         """Request id -> its phase, for every request that has not ended."""
         self.gates: dict[int, Gate] = {}
-        """Slot -> gate, for rows that are not free to say anything."""
+        """Slot -> gate, for constrained rows."""
         self.forced: dict[int, list[int]] = {}
-        """Slot -> tokens of its next step, all of them known: the first is the row's last one, or is being sampled."""
+        """Slot -> the tokens that its next step brings in. The first is the row's newest token, which is output already or
+        is being sampled, and has no KV yet; the others follow it without being sampled, and become output when that step
+        settles (`Flight.forced`). `commit` removes the entry, even if the step takes only the first: the gate's mask then
+        forces the next one, and `fill_masks` notes those after it."""
         self.proposed: dict[int, list[tuple[int, int]]] = {}
         """Slot -> the drafts that the device has for it, each with the one that it follows (counted from 1; 0: the newest
         token), for rows whose masks depend on them."""
         self.void: dict[int, int] = {}
-        """Slot -> the last step in flight whose yield for it is dropped, as is that of those before: its input has changed
-        since."""
+        """Slot -> index of a step in flight: what it and all steps before it yield for the slot is dropped, because the
+        row's newest token was changed after they began with the old one."""
         self.reporting: set[int] = set()
-        """Slots whose rows yield more than token ids."""
+        """Slots whose rows yield more than token ids: log-probabilities, hidden states, a pooled vector."""
         self.moves: list[KVMoves] = []
         """KV to be moved before the next step computes anything."""
         self.deadlines: list[tuple[float, int]] = []
@@ -315,10 +323,11 @@ class Queues:
         self.settled = -1
         """Every step up to this one has settled."""
         self.prefill_cap: int | None = None
-        """Prefill tokens a step at most, after the device ran out of memory."""
+        """Prefill tokens of a step at most, after the device ran out of memory (`shrink_prefills`); None: no such bound."""
         self._cap_held = 0
         self.owed_ms = 0.0
-        """What long prompts have taken from rows that decode beyond their part: they rest until it is given back."""
+        """Milliseconds that slow prompts have taken from rows that decode beyond their part: they pause until it is given
+        back."""
         self.draining = False
         self.screen: Callable[[Generate], None] | None = None
         """Looks at every request that comes, and raises for those that must not be served."""

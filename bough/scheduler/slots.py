@@ -23,9 +23,16 @@ ONE = np.array(1, np.int32)
 
 
 class SlotTable:
-    """Columns by slot. What steps in flight will yield is known by its bounds: `high` and `low` are what holds at most
-    and at least once every launched step has run, `settled` what is known to have happened. Without drafts the bounds
-    are equal."""
+    """Columns by slot. What steps in flight will yield is known by its bounds:
+
+    | tokens | settled | once all launched steps have run | may not exceed |
+    |---|---|---|---|
+    | output | `out_settled` | `out_low` to `out_high` | `out_limit` |
+    | with KV | `kv_settled` | at most `kv_high`, which has pages | `context_length` |
+    | in `history` | `known`, which is `prompt_len + out_settled` | | |
+
+    Without drafts, `out_low` is `out_high`. The newest token has no KV before the next step computes it.
+    """
 
     def __init__(self, limits: Limits) -> None:
         n = limits.num_slots
@@ -75,9 +82,9 @@ class SlotTable:
         self.live: Bool = np.zeros(n, np.bool_)
         """What steps yield for the row still counts."""
         self.emitted: I32 = np.zeros(n, np.int32)
-        """Output tokens sent on."""
+        """Output tokens that have been sent."""
         self.hold: I32 = np.ones(n, np.int32)
-        """Output tokens to gather before sending them on."""
+        """Output tokens to gather before they are sent."""
         self.watched: Bool = np.zeros(n, np.bool_)
         """Its tokens are streamed to a client."""
         self.pinned: Bool = np.zeros(n, np.bool_)

@@ -38,7 +38,7 @@ class StateStep:
         self.saves: list[StateSave] = []
         """Of chunks."""
 
-    def add_decodes(self, where: I64, context: I32) -> None:
+    def add_decodes(self, slot_ids: I64, context: I32) -> None:
         """Rows that decode, the step's first. Of rows with drafts, in this step or in flight, it is not known how many
         tokens their states will have taken in: they are not saved."""
         slots, size = self._queues.slots, self._cache.page_size
@@ -46,9 +46,9 @@ class StateStep:
             return
         after = context + 1
         every = -(-self._queues.limits.state_interval // size) * size
-        known = slots.out_high[where] == slots.out_low[where]
+        known = slots.out_high[slot_ids] == slots.out_low[slot_ids]
         for row in np.flatnonzero(known & (after % every == 0)).tolist():
-            slot = int(where[row])
+            slot = int(slot_ids[row])
             place = int(slots.snapshot[slot]) or self._cache.tree.lend_snapshot()
             slots.snapshot[slot] = place
             slots.snapshot_at[slot] = after[row]
@@ -56,7 +56,7 @@ class StateStep:
                 self._save(row, 1, place)
 
     def add_chunk(
-        self, row: int, slot: int, start: int, num_tokens: int, job: Job, known: int, *, is_last: bool
+        self, row: int, slot: int, start: int, num_tokens: int, job: Job, in_tree: int, *, is_last: bool
     ) -> None:
         """A chunk of a prompt, of which the tree had `known` tokens. `is_last`: the prompt ends with it."""
         if not self._cache.enabled:
@@ -65,7 +65,7 @@ class StateStep:
         end = job.tree_end(start + num_tokens)
         again = job.tree_end(start + num_tokens - is_last)
         end, again = end - end % size, again - again % size
-        for at in sorted({known, again, end if size > 1 else again}):
+        for at in sorted({in_tree, again, end if size > 1 else again}):
             if start < at <= end:
                 place = self._cache.tree.lend_snapshot()
                 if place:

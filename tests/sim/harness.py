@@ -473,7 +473,7 @@ class Sim:
 
 
 def _plain(plan: StepPlan) -> tuple[object, ...]:
-    shares = [(id(s.row), s.start, s.held, s.num_tokens) for s in plan.shares]
+    shares = [(id(s.phase), s.start, s.held, s.num_tokens) for s in plan.shares]
     runs = [(r.slot, r.tokens, r.num_new_columns) for r in plan.runs]
     drafts = plan.num_new_columns.tolist(), plan.drafts.tolist(), plan.draft_tokens.tolist()
     return plan.decodes.tolist(), *drafts, shares, runs, plan.retract, plan.preempt

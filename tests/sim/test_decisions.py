@@ -237,12 +237,12 @@ def test_the_last_row_keeps_its_memory() -> None:
     """However much is wanted: an engine that retracts its only row never gets anywhere."""
     sim, (older, younger) = two_rows()
     slots = {row.job.id: slot for slot, row in sim.queues.running.items()}
-    assert victims(sim.queues, sim.limits, 1000) == [slots[younger.ask.id]]
+    assert victims(sim.queues, sim.limits, short_pages=1000) == [slots[younger.ask.id]]
     sim.abort(younger)
     for _ in range(3):
         sim.turn()
     assert list(sim.queues.running) == [slots[older.ask.id]]
-    assert victims(sim.queues, sim.limits, 1000) == []
+    assert victims(sim.queues, sim.limits, short_pages=1000) == []
     sim.run()
 
 
@@ -250,7 +250,7 @@ def test_a_row_whose_memory_is_reserved_keeps_it() -> None:
     sim, (older, younger) = two_rows()
     slots = {row.job.id: slot for slot, row in sim.queues.running.items()}
     sim.queues.slots.pinned[slots[younger.ask.id]] = True
-    assert victims(sim.queues, sim.limits, 1) == [slots[older.ask.id]]
+    assert victims(sim.queues, sim.limits, short_pages=1) == [slots[older.ask.id]]
     sim.run()
 
 
