@@ -33,8 +33,9 @@ _SPARE = 8
 """A large step may leave one in this many of its tokens unused, if that saves cutting a prompt. 3 % less time for 512 mixed
 requests on one H200, together with larger steps."""
 PATIENCE_TO_FOLLOW = 32
-"""Times that a request is overtaken before it no longer waits for another one to compute their common prefix. Four prompts
-that begin with 20,000 tokens of a slow one wait 0.9 s; 1.1 s if they never wait for it, 1.5 s if they always do."""
+"""Steps that a request is overtaken (`Waiting.skipped`) before it no longer waits for another one to compute their common
+prefix. Four prompts that begin with 20,000 tokens of a slow one wait 0.9 s; 1.1 s if they never wait for it, 1.5 s if they
+always do."""
 
 
 class Share(Struct):
