@@ -595,16 +595,18 @@ def _arrays(scored: list[tuple[int, int, float]]) -> LogprobArrays:
 class NullLaunched:
     """A step that does nothing."""
 
-    def __init__(self, step: Step, outcome: Outcome) -> None:
+    needs_masks = False
+
+    def __init__(self, step: Step, token: int) -> None:
         self.step = step
-        self.needs_masks = False
-        self._outcome = outcome
+        self._token = token
 
     def sample(self, masks: Mask) -> None:
         raise RuntimeError("this runner has no masks")
 
     def wait(self) -> Outcome:
-        return self._outcome
+        tokens = np.full((self.step.num_rows, 1), self._token, np.int32)
+        return Outcome(tokens=tokens, counts=self.step.samples.astype(np.int32))
 
 
 class NullRunner:
@@ -614,9 +616,7 @@ class NullRunner:
         self.limits = limits
 
     def launch(self, step: Step) -> NullLaunched:
-        token = step.index % self.limits.vocab_size
-        tokens = np.full((step.num_rows, 1), token, np.int32)
-        return NullLaunched(step, Outcome(tokens=tokens, counts=step.samples.astype(np.int32)))
+        return NullLaunched(step, step.index % self.limits.vocab_size)
 
     def clear(self) -> None:
         """Nothing is queued."""

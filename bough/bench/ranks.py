@@ -98,10 +98,11 @@ def _time_launches(num_ranks: int, num_rows: int, mode: str, endpoints: Endpoint
     busy: list[float] = []
     for index in range(_STEPS):
         step = _decode_step(index, num_rows)
-        began, began_busy = time.perf_counter(), time.thread_time()
+        began_busy, began = time.thread_time(), time.perf_counter()
         runner.launch(step)
-        busy.append(1e6 * (time.thread_time() - began_busy))
-        spent.append(1e6 * (time.perf_counter() - began))
+        ended, ended_busy = time.perf_counter(), time.thread_time()  # the latter is a system call
+        spent.append(1e6 * (ended - began))
+        busy.append(1e6 * (ended_busy - began_busy))
         time.sleep(_PAUSE_S)
     runner.stop()
     return {

@@ -56,8 +56,9 @@ class Patience:
 
     def saw_step(self, seconds: float) -> None:
         """A step has taken so long."""
-        self._slowest_s = max(self._slowest_s, seconds)
-        self.timeout_s = max(_LEAST_PATIENCE_S, _STEPS_OF_PATIENCE * self._slowest_s)
+        if seconds > self._slowest_s:
+            self._slowest_s = seconds
+            self.timeout_s = max(_LEAST_PATIENCE_S, _STEPS_OF_PATIENCE * seconds)
 
 
 class Places(Protocol):

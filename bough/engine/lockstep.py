@@ -23,7 +23,8 @@ from bough.distributed.mesh import Mesh
 from bough.distributed.shared_memory import Patience
 from bough.engine.inbox import MessageSource
 from bough.engine.step_channels import StepChannel
-from bough.engine.worker import InStep, RunStep, SharedLaunched, Stop, Timed
+from bough.engine.step_frame import RunStep
+from bough.engine.worker import InStep, SharedLaunched, Stop, Timed
 from bough.ipc import Launch, Outbox
 from bough.ipc.store import AnyStore
 from bough.layers.spread import TokenSpread
@@ -163,7 +164,7 @@ class LockstepRunner:
             with Timed(self._patience):
                 return self._alone(step)
         with InStep(), Timed(self._patience):
-            self._others.send(RunStep.of(step, agreed.rows, alike=not agreed.split))
+            self._others.send(RunStep(step, agreed.rows, alike=not agreed.split))
             return SharedLaunched(self._local.launch(step), self._others)
 
     def _alone(self, step: Step) -> Launched:

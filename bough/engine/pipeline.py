@@ -17,7 +17,8 @@ from bough.core.errors import Unavailable
 from bough.core.step import I32, Launched, Mask, Outcome, Step
 from bough.distributed.shared_memory import Patience
 from bough.engine.step_channels import LinkSource, LinkWay, StepChannel, StepSource, Ways
-from bough.engine.worker import InStep, Masks, RunStep, Sampled, Stop, Timed
+from bough.engine.step_frame import RunStep
+from bough.engine.worker import InStep, Masks, Sampled, Stop, Timed
 from bough.ipc import Endpoints, Inbox, Outbox
 from bough.ipc.ring import RingReader, RingWriter
 from bough.ipc.store import AnyStore
@@ -81,7 +82,7 @@ class PipelineRunner:
 
     def launch(self, step: Step) -> Launched:
         with InStep(), Timed(self._patience):
-            self._others.send(RunStep.of(step))
+            self._others.send(RunStep(step))
             launched = self._local.launch(step)
         assert isinstance(launched, LaunchedStep)
         return _InPipeline(launched, self)

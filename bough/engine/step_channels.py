@@ -17,7 +17,7 @@ from bough.config.concerns import ParallelConfig
 from bough.config.hosts import crew_of, nodes_of_ranks
 from bough.core.errors import Unavailable
 from bough.ipc import Codec, Endpoints, Inbox, Outbox
-from bough.ipc.codec import encoder
+from bough.ipc.codec import OwnFrame, encoder
 from bough.ipc.link import Link, Listener, NotTrusted, connect, show_address, split_address
 from bough.ipc.ring import RingReader, RingWriter
 from bough.ipc.store import AnyStore
@@ -57,7 +57,7 @@ class Ways:
         self._encode = encoder().encode
 
     def send(self, message: Any) -> None:
-        frame = self._encode(message)
+        frame = message.to_frame() if isinstance(message, OwnFrame) else self._encode(message)
         for way in self._ways:
             way.send_encoded(frame)
 

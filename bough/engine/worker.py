@@ -12,30 +12,12 @@ from types import TracebackType
 
 from msgspec import Struct
 
-from bough.core.packed_step import PackedStep, pack_step, unpack_step
 from bough.core.step import I32, Launched, Mask, Outcome, Runner, Step
 from bough.distributed.shared_memory import Patience
 from bough.engine.loop import EngineBroken
 from bough.engine.step_channels import StepChannel, StepSource
+from bough.engine.step_frame import RunStep
 from bough.layers.spread import TokenSpread
-
-
-class RunStep(Struct, tag="step"):
-    """A step to launch: `RunStep.of(step)`."""
-
-    packed: PackedStep
-    rows: int = 0
-    """Tokens that each rank brings to it, where ranks hold different tokens..."""
-    alike: bool = False
-    """...and whether those that share contexts hold the same."""
-
-    @classmethod
-    def of(cls, step: Step, rows: int = 0, *, alike: bool = False) -> RunStep:
-        return cls(pack_step(step), rows, alike)
-
-    @property
-    def step(self) -> Step:
-        return unpack_step(self.packed)
 
 
 class Masks(Struct, tag="masks"):
@@ -73,9 +55,14 @@ class BroadcastRunner:
         self._patience = patience or Patience()
 
     def launch(self, step: Step) -> Launched:
-        with InStep(), Timed(self._patience):
-            self._others.send(RunStep.of(step))
-            return SharedLaunched(self._runner.launch(step), self._others)
+        began_s = time.monotonic()
+        try:
+            self._others.send(RunStep(step))
+            launched = self._runner.launch(step)
+        except Exception as error:
+            raise broken_by(error) from error
+        self._patience.saw_step(time.monotonic() - began_s)
+        return SharedLaunched(launched, self._others)
 
     def clear(self) -> None:
         self._runner.clear()
@@ -97,9 +84,11 @@ class InStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            raise EngineBroken(
-                what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}"
-            ) from error
+            raise broken_by(error) from error
+
+
+def broken_by(error: Exception) -> EngineBroken:
+    return EngineBroken(what="a step failed on one of several ranks", why=f"{type(error).__name__}: {error}")
 
 
 class Timed:

@@ -7,9 +7,8 @@ behind. Messages that are longer than the ring are split into several frames.
 from __future__ import annotations
 
 import struct
-import threading
 import time
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from bough.core.errors import Unavailable
 from bough.ipc.codec import Codec, encoder
@@ -20,11 +19,14 @@ T = TypeVar("T")
 
 RING_BYTES = 1 << 24
 _LINE = 64
-_HEAD_AT, _SIGNAL_AT = 0, 8
-"""In the first line: how many bytes were ever written, and a word that changes with each frame (and so wakes readers)."""
-_TAIL_AT, _ASLEEP_AT = 0, 8
-"""In each reader's line: how many bytes it has read, and whether it sleeps."""
+_HEAD_AT: Final = 0
+"""In the first line: how many bytes were ever written. Readers sleep at the lower half of that number, which changes with
+each frame; the kernel compares it once more before it lets a reader sleep, so that no wake-up is lost."""
+_LOWER: Final = 0xFFFFFFFF
+_TAIL_AT: Final = 0
+"""In each reader's line: how many bytes it has read."""
 _FRAME = struct.Struct("<Q")
+_length_bytes = _FRAME.pack
 _ALIGN = 8
 _SKIP = (1 << 64) - 1
 """Instead of a length: the rest of the ring is unused, continue at its beginning."""
@@ -56,8 +58,8 @@ class _Ring:
         begin = _data_at(num_readers)
         self.data = whole[begin:]
         self.capacity = len(self.data)
+        self.begin = begin
         self.numbers = whole[:begin].cast("Q")
-        self.words = whole[:begin].cast("I")
 
 
 class RingWriter:
@@ -72,11 +74,15 @@ class RingWriter:
         self._head = 0
         self._free_until = self._ring.capacity
         """Position up to which can be written without reading the readers' positions again."""
-        self._fence = threading.Lock()
-        self._asleep = self._ring.words[(_LINE + _ASLEEP_AT) // 4 : (1 + num_readers) * _LINE // 4 : _LINE // 4]
-        """By reader, whether it sleeps..."""
         self._tails = self._ring.numbers[(_LINE + _TAIL_AT) // 8 : (1 + num_readers) * _LINE // 8 : _LINE // 8]
-        """...and how far it has read."""
+        """By reader, how far it has read."""
+        self._quick_until = 0
+        """Frames that end at or before this position are written without any look at the ring..."""
+        self._memory = self._segment.memory
+        self._shift = 0
+        """...to this place in memory, counted from their position."""
+        self._numbers = self._ring.numbers
+        self._word = self._segment.address + _HEAD_AT
 
     @property
     def path(self) -> str:
@@ -88,11 +94,26 @@ class RingWriter:
         self.send_encoded(self._encode(message))
 
     def send_encoded(self, frame: bytes) -> None:
-        longest = self._ring.capacity // 4
+        head, length = self._head, len(frame)
+        end = head + _FRAME.size + length
+        if end > self._quick_until:
+            self._send_slowly(frame)
+            return
+        at = head + self._shift
+        self._memory[at : end + self._shift] = _length_bytes(length) + frame
+        self._head = self._numbers[0] = (end + _ALIGN - 1) & -_ALIGN
+        futex_wake(self._word, 1)  # a woken reader wakes others: this thread has other work
+
+    def _send_slowly(self, frame: bytes) -> None:
+        ring = self._ring
+        longest = ring.capacity // 4
         for begin in range(0, len(frame), longest):
             part = frame[begin : begin + longest] if len(frame) > longest else frame
             self._put(part, more=begin + longest < len(frame))
         self._publish()
+        lap = self._head - self._head % ring.capacity
+        self._quick_until = min(self._free_until - _ALIGN, lap + min(_HOT_BYTES, ring.capacity))
+        self._shift = ring.begin - lap
 
     def close(self) -> None:
         self._segment.close()
@@ -129,13 +150,8 @@ class RingWriter:
             time.sleep(_FULL_PAUSE_S)
 
     def _publish(self) -> None:
-        ring = self._ring
-        ring.numbers[_HEAD_AT] = self._head
-        ring.words[_SIGNAL_AT // 4] = (ring.words[_SIGNAL_AT // 4] + 1) & 0xFFFFFFFF
-        with self._fence:  # full memory barrier: readers must see the stores above before this thread reads who sleeps
-            pass
-        if any(self._asleep.tolist()):
-            futex_wake(self._segment.address + _SIGNAL_AT, 1)  # a woken reader wakes others: this thread has other work
+        self._numbers[0] = self._head
+        futex_wake(self._word, 1)
 
 
 class RingReader(Generic[T]):
@@ -201,15 +217,12 @@ class RingReader(Generic[T]):
                 if ring.numbers[_HEAD_AT] != head:
                     return True
             now = time.monotonic()
-        asleep = (self._line + _ASLEEP_AT) // 4
+        word = self._segment.address + _HEAD_AT
         while not self.closed and now < give_up_s:
-            signal = ring.words[_SIGNAL_AT // 4]
-            ring.words[asleep] = 1
             if ring.numbers[_HEAD_AT] == head:
-                futex_wait(self._segment.address + _SIGNAL_AT, signal, min(_NAP_S, give_up_s - now))
-            ring.words[asleep] = 0
+                futex_wait(word, head & _LOWER, min(_NAP_S, give_up_s - now))
             if ring.numbers[_HEAD_AT] != head:
-                futex_wake(self._segment.address + _SIGNAL_AT, _WAKES)
+                futex_wake(word, _WAKES)
                 return True
             now = time.monotonic()
         return ring.numbers[_HEAD_AT] != head

@@ -29,6 +29,12 @@ _futex.argtypes = (  # number, address, operation, value, timeout, second addres
 )  # fmt: skip
 
 
+_wake = ctypes.PyDLL(None).syscall
+"""Waking does not wait: other threads must not get the interpreter meanwhile, and keep the one that wakes from it."""
+_wake.restype = ctypes.c_long
+_wake.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)  # number, address, operation, value
+
+
 def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
     """Sleeps until the 32-bit word at `address` is woken, at most `timeout_s`. Returns immediately if the word is not
     `expected`.
@@ -44,4 +50,5 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> bool:
 
 def futex_wake(address: int, most: int = _EVERYBODY) -> int:
     """Wakes at most `most` sleepers at `address` and returns their number."""
-    return int(_futex(_NUMBER, address, _WAKE, most, None, None, 0))
+    woken: int = _wake(_NUMBER, address, _WAKE, most)
+    return woken

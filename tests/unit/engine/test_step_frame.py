@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from bough.core.packed_step import ARRAYS, PackedStep, StepRest, pack_step, unpack_step
 from bough.core.sampling import SamplingParams
 from bough.core.step import KVMoves, SharedSpans, SlotSetup, Step, StepMedia, StepStates
+from bough.engine.step_frame import ARRAYS, RunStep, StepRest
+from bough.engine.worker import Masks, Stop
 from bough.ipc.codec import Codec
 
-CODEC: Codec[PackedStep] = Codec(PackedStep)
+CODEC: Codec[RunStep | Masks | Stop] = Codec(RunStep | Masks | Stop)
 
 
 def sent(step: Step) -> Step:
-    return unpack_step(CODEC.decode(CODEC.encode(pack_step(step))))
+    came = CODEC.decode(RunStep(step).to_frame())
+    assert isinstance(came, RunStep)
+    return came.step
 
 
 def same(a: Any, b: Any) -> bool:
@@ -68,5 +71,22 @@ def test_views_with_gaps_and_wrong_types() -> None:
     step.tokens = np.arange(16, dtype=np.int32)[::2]
     assert same(step, sent(step))
     step.slots = np.arange(8)  # type: ignore[assignment]
-    with pytest.raises(AssertionError, match="another size"):
-        pack_step(step)
+    with pytest.raises(ValueError, match="another size"):
+        sent(step)
+
+
+def test_what_replicas_have_agreed_on_travels_with_it() -> None:
+    came = CODEC.decode(RunStep(made(dict.fromkeys(ARRAYS, 2)), 77, alike=True).to_frame())
+    assert isinstance(came, RunStep)
+    assert (came.rows, came.alike) == (77, True)
+    assert isinstance(CODEC.decode(CODEC.encode(Stop())), Stop)
+
+
+@pytest.mark.parametrize("rest", [{}, {"setups": [SlotSetup(slot=2, sampling=SamplingParams())]}])
+def test_no_part_of_a_frame_is_taken_for_a_step(rest: dict[str, Any]) -> None:
+    frame = RunStep(made(dict.fromkeys(ARRAYS, 3), **rest)).to_frame()
+    whole = len(RunStep(made(dict.fromkeys(ARRAYS, 3))).to_frame())  # a step without the rest
+    for length in range(1, len(frame)):
+        if length != whole:
+            with pytest.raises(ValueError, match=r"ends early|malformed"):
+                CODEC.decode(frame[:length])
