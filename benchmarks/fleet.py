@@ -1,6 +1,7 @@
 """Simulates fleets of 8 to 512 H200s, and writes benchmarks/fleet.svg and the tables of benchmarks/fleet.md.
 
 python benchmarks/fleet.py            # about 15 minutes on one core
+python benchmarks/fleet.py errors     # only the table of errors on one GPU
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from bough.bench.fleet import Fleet, FleetResult
 from bough.bench.fleet_plot import draw
@@ -17,7 +20,7 @@ from bough.bench.fleet_trace import made_up
 from bough.config.layout import Layout
 from bough.config.model_facts import ModelFacts
 from bough.config.spreads import Spread
-from bough.config.step_cost import HARDWARE, FleetModel, StepLoad
+from bough.config.step_cost import FITTED, HARDWARE, Constants, FleetModel, StepLoad
 from bough.models.registry import facts_of
 
 HERE = Path(__file__).parent
@@ -50,6 +53,7 @@ def spread_of(way: str, ranks: int) -> Spread | None:
     return Spread(layout, ranks // layout.size) if ranks >= layout.size else None
 
 
+@cache
 def facts(name: str) -> ModelFacts:
     return facts_of(json.loads((HERE / "models" / name / "config.json").read_text()))
 
@@ -75,27 +79,47 @@ def curves(most: int) -> Iterator[tuple[str, str, Spread, FleetResult]]:
                 ranks *= 8
 
 
+PARTS = {
+    "fitted": "fitted",
+    "held back": "not fitted; chosen by a hash of their names",
+    "drawn": "not fitted; drawn at random in a later measurement on another machine",
+}
+
+
+@cache
+def measured() -> list[dict[str, Any]]:
+    """Rows of `h200/step_times.json`."""
+    rows: list[dict[str, Any]] = json.loads((HERE / "h200" / "step_times.json").read_text())["rows"]
+    return rows
+
+
+def predicted_ms(row: dict[str, Any], constants: Constants = FITTED) -> float:
+    """What the model of step times says to a measured row."""
+    model = FleetModel(facts(row["model"]), Layout(), H200, constants=constants)
+    count, length = row["rows"], row["tokens"]
+    if row["kind"] == "decode":
+        loads = [StepLoad.of([1] * count, [length + row["generated"] // 2] * count, count)]
+    else:
+        loads = list(prefill(count, length))
+    return 1e3 * sum(model.cost([load]).stage_s for load in loads)
+
+
 def errors() -> str:
     """The table of predictions for one GPU."""
     lines = ["| model | workload | measured, ms | predicted | error | |", "|---|---|---|---|---|---|"]
-    held_back = []
-    for row in json.loads((HERE / "h200" / "step_times.json").read_text())["rows"]:
-        model = FleetModel(facts(row["model"]), Layout(), H200)
-        count, length = row["rows"], row["tokens"]
-        if row["kind"] == "decode":
-            loads = [StepLoad.of([1] * count, [length + row["generated"] // 2] * count, count)]
-        else:
-            loads = list(prefill(count, length))
-        predicted = 1e3 * sum(model.cost([load]).stage_s for load in loads)
+    found: dict[str, list[float]] = {}
+    for row in measured():
+        predicted = predicted_ms(row)
         error = predicted / row["ms"] - 1
-        if not row["fitted"]:
-            held_back.append(abs(error))
+        found.setdefault(row["part"], []).append(abs(error))
         lines.append(
-            f"| {row['model']} | {row['kind']} {count} x {length:,} | {row['ms']:,} | {predicted:,.2f} | {error:+.1%} "
-            f"| {'fitted' if row['fitted'] else ''} |"
+            f"| {row['model']} | {row['kind']} {row['rows']} x {row['tokens']:,} | {row['ms']:,} | {predicted:,.2f} "
+            f"| {error:+.1%} | {row['part']} |"
         )
-    median, worst = statistics.median(held_back), max(held_back)
-    lines += ["", f"Held back: {len(held_back)} rows, median error {median:.1%}, largest {worst:.1%}."]
+    lines += ["", "| rows | | median error | largest |", "|---|---|---|---|"]
+    for part, meaning in PARTS.items():
+        each = found[part]
+        lines.append(f"| {len(each)} {part} | {meaning} | {statistics.median(each):.1%} | {max(each):.1%} |")
     return "\n".join(lines)
 
 
@@ -116,6 +140,12 @@ def prefill(count: int, length: int, chunk: int = 16384) -> Iterator[StepLoad]:
 
 
 def main() -> None:
+    page = HERE / "fleet.md"
+    above, below = page.read_text().split("<!-- tables -->")
+    if sys.argv[1:] == ["errors"]:
+        curves_below = below.split("## Curves")[1]
+        page.write_text(f"{above}<!-- tables -->\n\n## One GPU: error\n\n{errors()}\n\n## Curves{curves_below}")
+        return
     most = int(sys.argv[1]) if len(sys.argv) > 1 else 512
     head = "| model | spread | GPUs | output tokens/s | per GPU | TTFT p50, s | TPOT p50, ms | busy |"
     lines = [head, "|---" * 8 + "|"]
@@ -128,8 +158,6 @@ def main() -> None:
             f"| {result.busy_share:.0%} |"
         )
     (HERE / "fleet.svg").write_text(draw("Simulated H200s, all requests at once", "GPUs", "output tokens/s", plotted))
-    page = HERE / "fleet.md"
-    above = page.read_text().split("<!-- tables -->")[0]
     page.write_text(
         f"{above}<!-- tables -->\n\n## One GPU: error\n\n{errors()}\n\n## Curves\n\n" + "\n".join(lines) + "\n"
     )
