@@ -70,7 +70,7 @@ def parser() -> CommandParser:
 
 def run(argv: Sequence[str]) -> int:
     arguments, rest = parser().parse_known_args(list(argv))
-    config = parse(rest).loaded.config
+    config, rest = _asked(rest)
     asked = config.model.model or default_model_file() is not None
     findings = [*machine(config), *(fits(config) if asked else [])]
     findings += [passes(url, config) for url in arguments.media]
@@ -83,6 +83,24 @@ def run(argv: Sequence[str]) -> int:
         for finding in findings:
             print(finding.line())
     return EXIT[worst]
+
+
+_TO_FILL_IN = {"dist_init_addr": "MACHINE_0:20000", "dist_secret": "........"}
+"""What machines need only once they are started, and what stands for it until then."""
+
+
+def _asked(flags: Sequence[str]) -> tuple[Config, list[str]]:
+    """What is asked about, and the flags with what has to be filled in."""
+    known = list(flags)
+    while True:
+        try:
+            return parse(known).loaded.config, known
+        except ConfigError as error:
+            missing = error.param or ""
+            flag = "--" + missing.replace("_", "-")
+            if missing not in _TO_FILL_IN or any(each.partition("=")[0] == flag for each in known):
+                raise
+            known += [flag, _TO_FILL_IN[missing]]
 
 
 def machine(config: Config) -> Iterator[Finding]:

@@ -75,6 +75,7 @@ ALIASES: Mapping[str, Alias] = {
     "enable_eplb": Alias("eplb"),
     "pp": Alias("pp_size"),
     "pipeline_parallel_size": Alias("pp_size"),
+    "max_micro_batch_size": Alias("pp_max_micro_batch_size"),
     "attention_data_parallel_size": Alias("attn_dp_size"),
     "attention_context_parallel_size": Alias("attn_cp_size"),
     "dp": Alias("dp_size"),

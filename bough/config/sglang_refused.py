@@ -160,8 +160,13 @@ REFUSALS: Final = (
         enforce_shared_experts_fusion enable_single_batch_overlap moe_dp_size=1 moe_data_parallel_size=1
         enable_shared_experts_attn_tp
         shared_experts_tp_size= enable_megamoe_for_layernorm_sp ep_size=1 expert_parallel_size=1 ep=1 moe_dense_tp_size=
-        elastic_ep_join_rank_offset=0 elastic_ep_initial_size= max_ep_size= enable_ep_moe enable_deepep_moe
+        elastic_ep_join_rank_offset=0 elastic_ep_initial_size= max_ep_size=
         """,
+    ),
+    Refusal(
+        "it was the name of what a number says now",
+        "use --ep-size with as many groups as --tp-size, and --moe-a2a-backend to choose how tokens reach their experts",
+        "enable_ep_moe enable_deepep_moe",
     ),
     Refusal(
         "a step is computed as a whole: halves that overlap need exchanges that don't wait, and GPUs to gain from it",
