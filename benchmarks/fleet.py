@@ -82,7 +82,7 @@ def curves(most: int) -> Iterator[tuple[str, str, Spread, FleetResult]]:
 PARTS = {
     "fitted": "fitted",
     "held back": "not fitted; chosen by a hash of their names",
-    "drawn": "not fitted; drawn at random in a later measurement on another machine",
+    "drawn": "not fitted; drawn at random in another measurement (`h200/roofline.txt`)",
 }
 
 

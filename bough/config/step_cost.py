@@ -1,9 +1,9 @@
 """How long a step of an engine takes on given hardware, spread over given ranks: arithmetic on shapes, without a device.
 
 Every product takes as long as its weights take to be read, or as its operations take to be computed, whichever is longer;
-attention as its keys and values, or its operations; collectives as their bytes take over the links. The constants were
-fitted to Llama-3.1-8B, and those of experts to two rows of Qwen3-30B-A3B, on one H200 (`benchmarks/fleet.md` has the error
-on what they were not fitted to).
+attention as its keys and values, or its operations; collectives as their bytes take over the links. The constants are what
+`benchmarks/fit_step_cost.py` makes of 11 measurements on one H200 (`benchmarks/fleet.md` has the error on those that it did
+not see).
 Nothing here was measured on several GPUs: links have their makers' rates.
 """
 
@@ -72,20 +72,20 @@ HARDWARE = {
 class Constants:
     """What is reached of the rates, and what is paid besides."""
 
-    read_share: float = 0.98
-    compute_share: float = 1.14
+    read_share: float = 1.0
+    compute_share: float = 1.01
     """Above 1: the rates are those of products that are repeated until power limits them."""
-    attention_read_share: float = 0.55
-    attention_compute_share: float = 0.56
-    expert_read_share: float = 0.85
-    expert_compute_share: float = 0.41
-    layer_s: float = 11e-6
+    attention_read_share: float = 0.67
+    attention_compute_share: float = 0.815
+    expert_read_share: float = 0.829
+    expert_compute_share: float = 0.385
+    layer_s: float = 13e-6
     """Of small kernels, in each layer."""
-    step_s: float = 80e-6
+    step_s: float = 100e-6
     """Of sampling, of inputs and of the host, in each step."""
-    row_s: float = 1.6e-6
+    row_s: float = 1.02e-6
     """Of sampling, per row."""
-    eager_layer_s: float = 110e-6
+    eager_layer_s: float = 100e-6
     """Of launches, in each layer of a step that is too large for a graph..."""
     graph_tokens: int = 512
     """...that is, of more tokens than this; products hide them from about four times as many on."""

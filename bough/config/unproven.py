@@ -22,12 +22,12 @@ class Unproven:
 UNPROVEN = (
     Unproven(
         "NCCL between several GPUs",
-        "not at all: world size 1 failed, and was mended since",
+        "world size 1 on an H200, eagerly and in captured graphs",
         lambda p, gpu: gpu and p.tp_size * p.pp_size > 1,
     ),
     Unproven(
         "sums by reading other GPUs' memory (--custom-all-reduce)",
-        "two processes on one GPU",
+        "two processes on one H200, and two ranks as streams of one process",
         lambda p, gpu: gpu and p.custom_all_reduce and p.tp_size > 1,
     ),
     Unproven("stages (--pp-size) on GPUs", "processes of one machine, CPU", lambda p, gpu: gpu and p.pp_size > 1),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import yaml
+
+from bough.cli.config_flags import parse
 from bough.config.concerns import ParallelConfig
-from bough.config.hosts import local_ranks, machine_variables, nodes_of_ranks
+from bough.config.hosts import LEADER_PORT, local_ranks, machine_variables, nodes_of_ranks, ranks_per_node
 from bough.config.server_args import load_config
 from bough.core.errors import ConfigError
 
@@ -30,6 +34,25 @@ def test_variables_of_other_launchers(environ: dict[str, str], address: str) -> 
     assert (parallel.nnodes, parallel.node_rank, parallel.dist_init_addr) == (2, 1, address)
     alone = load_config({"nnodes": 1}, environ=environ).config.parallel
     assert (alone.nnodes, alone.node_rank, alone.dist_init_addr) == (1, 0, "")
+
+
+def test_the_manifest_starts_as_many_ranks_as_a_machine_has_gpus() -> None:
+    manifest = Path(__file__).parents[3] / "deploy" / "leaderworkerset.yaml"
+    group, service = yaml.safe_load_all(manifest.read_text())
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    (container,) = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    command, *flags = container["args"]
+    assert command == "serve"
+    given = {each["name"]: each.get("value", "a long secret") for each in container["env"]}
+    for worker in range(size):
+        environ = {**given, **LWS, "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(worker)}
+        config = parse(flags, environ=environ).loaded.config
+        assert (config.parallel.nnodes, config.parallel.node_rank) == (size, worker)
+        assert ranks_per_node(config.parallel) == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": config.server.port, "meeting": LEADER_PORT}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+    assert service["spec"]["ports"][0]["targetPort"] == "http"
 
 
 def test_one_machine_sets_nothing() -> None:
