@@ -75,28 +75,31 @@ def test_readers_that_keep_up_see_the_same_memory_again() -> None:
         each.release() if isinstance(each, RingReader) else each.close()
 
 
-def test_a_sleeping_reader_is_woken_at_once() -> None:
-    writer = RingWriter(1)
-    (reader,) = readers(writer, 1)
-    woke: list[float] = []
+@pytest.mark.parametrize("count", [1, 6])
+def test_sleeping_readers_are_woken_at_once(count: int) -> None:
+    """The writer wakes one, which wakes others."""
+    writer = RingWriter(count)
+    woke: list[list[float]] = [[] for _ in range(count)]
 
-    def wait() -> None:
+    def wait(reader: RingReader[Note], times: list[float]) -> None:
         for _ in range(20):
             assert reader.drain(5.0)
-            woke.append(time.monotonic())
+            times.append(time.monotonic())
 
-    thread = threading.Thread(target=wait)
-    thread.start()
+    threads = [threading.Thread(target=wait, args=each) for each in zip(readers(writer, count), woke, strict=True)]
+    for thread in threads:
+        thread.start()
     late = []
     for number in range(20):
         time.sleep(0.01)
         sent = time.monotonic()
         writer.send(Note(number))
-        while len(woke) <= number:
+        while min(map(len, woke)) <= number:
             time.sleep(0.0001)
-        late.append(woke[number] - sent)
-    thread.join()
-    assert np.median(late) < 0.1, late  # without a wake-up it would sleep for half a second
+        late.append(max(times[number] for times in woke) - sent)
+    for thread in threads:
+        thread.join()
+    assert np.median(late) < 0.1, late  # without a wake-up they would sleep for half a second
 
 
 def test_nothing_comes_from_nothing() -> None:
