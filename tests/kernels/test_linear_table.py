@@ -42,12 +42,13 @@ def test_what_was_measured_wins() -> None:
         ("linear", 33, 6144, 4096, False),  # too many tokens
         ("linear", 1, 1024, 4096, False),  # too small a weight
         ("linear", 1, 8224, 4096, False),  # rows not in whole tiles
-        ("linear", 1, 6144, 4160, False),  # depth not in whole steps
+        ("linear", 1, 5120, 2880, True),  # in steps of 64
+        ("linear", 1, 6144, 4128, False),  # depth not in whole steps
         ("silu_mul", 1, 28672 + 64, 4096, False),  # a half not in whole tiles
     ],
 )
 def test_the_rule(operation: str, tokens: int, rows: int, depth: int, is_served: bool) -> None:
-    assert choose(operation, tokens, rows, depth) == (table.early(operation) if is_served else None)
+    assert choose(operation, tokens, rows, depth) == (table.early(operation, depth) if is_served else None)
 
 
 def test_nothing_is_assumed_of_other_devices() -> None:

@@ -70,13 +70,17 @@ def save(device: torch.device) -> Path:
     return path
 
 
-def early(operation: str) -> SkinnyTiling:
+def early(operation: str, depth: int = 4096) -> SkinnyTiling:
     """The configuration of `ring` that was best, or nearly, for all of a Llama's products with up to 32 tokens.
 
     It must be measured between the kernels of a model: what it gains is time in which memory would be idle. Eight stages
-    leave room in a multiprocessor for the kernels before and after.
+    leave room in a multiprocessor for the kernels before and after. A `depth` in no whole steps of 128, as gpt-oss has,
+    takes twice as many of half the size.
     """
-    return SkinnyTiling(64, 64 if operation == "silu_mul" else 128, 4, 8, 1, tma=True, ring=True)
+    if operation == "silu_mul":
+        return SkinnyTiling(64, 64, 4, 8, 1, tma=True, ring=True)
+    short = depth % 128 != 0
+    return SkinnyTiling(64, 64 if short else 128, 4, 16 if short else 8, 1, tma=True, ring=True)
 
 
 _EARLY_TOKENS = 32
@@ -92,7 +96,7 @@ def choose(
     measured = entries(device)
     if name in measured:
         return measured[name]
-    config = early(operation)
+    config = early(operation, depth)
     if tokens > _EARLY_TOKENS or 2 * rows * depth < _EARLY_BYTES:
         return None
     halves = 2 if operation == "silu_mul" else 1
