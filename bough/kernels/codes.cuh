@@ -4,12 +4,17 @@
 // Given before it is included: KIND (what a weight's value is: FLOATS, for which nothing here is meant, FLOAT8 e4m3, INT4, or
 // FLOAT4 e2m1), BLOCK_T (tokens), TILES (of 16 weight rows a warp has), GROUP (columns that share a scale: 128, of FLOAT4 32;
 // 0: all do), SCALE_ROWS (rows that share one), SCALES (their type: 0 float32, 1 bf16, 2 fp16), ZEROS (whether integers have
-// zero points of their own; else 8).
+// zero points of their own; else 8). PAIRED (else 0): of four neighbouring columns the tokens' values come in the order 0 2 1 3,
+// in which a word's codes are spread without moving bytes; sums of e2m1 with scales of groups are then LEFT times what they mean.
 
 #define FLOATS 0
 #define FLOAT8 1
 #define INT4 2
 #define FLOAT4 3
+
+#ifndef PAIRED
+#define PAIRED 0
+#endif
 
 constexpr bool HALF_BYTES = KIND == INT4 || KIND == FLOAT4;
 constexpr int ROW_BYTES = 128;                         // of the tokens' boxes in shared memory: 64 elements, swizzled
@@ -17,6 +22,8 @@ constexpr int X_BOX = BLOCK_T * ROW_BYTES;
 constexpr int W_COLUMNS = KIND == FLOATS ? 64 : 128;   // of a weight's box
 constexpr int W_ROW_BYTES = HALF_BYTES ? 64 : 128;     // those of 64 are not swizzled
 constexpr int REGS = BLOCK_T / 2;                      // sums of a thread, of 16 rows
+constexpr bool SCALED_ONCE = PAIRED && KIND == FLOAT4 && GROUP == 32;
+constexpr float LEFT = SCALED_ONCE ? 0x1p-60f : 1.0f;
 
 // What a weight has besides codes. Scales and zero points have `groups` first, `width` of each.
 struct Coded {
@@ -83,10 +90,36 @@ INLINE u32 widen_two(u32 halves, u32 more) {
 #endif
 }
 
+// Of e2m1 whose groups have scales: what codes are multiplied by, once: the scale, the exponent's bias and LEFT, in both halves.
+// A product of both factors would overflow with any scale above 1; with LEFT up to 2^61 are served.
+INLINE u32 scale_and_bias(u32 scale) {
+  return times_plus(__byte_perm(scale, 0, 0x1010), 0x60806080u, 0x80008000u);  // 2^66
+}
+
+#if PAIRED
+// Codes 0 and 2 of the word, and 1 and 3. Half bytes: those in the low halves.
+INLINE void widen_four(u32 codes, u32 more, u32& first, u32& second) {
+  constexpr u32 MINUS_ZERO = 0x80008000u, SIGNS = 0x80008000u;
+#if KIND == FLOAT8
+  constexpr u32 REST = 0x07f007f0u, FACTOR = 0x7b807b80u;  // 2^120
+  first = times_plus(((codes << 8) & SIGNS) | ((codes << 4) & REST), FACTOR, MINUS_ZERO);
+  second = times_plus((codes & SIGNS) | ((codes >> 4) & REST), FACTOR, MINUS_ZERO);
+#elif KIND == INT4
+  first = times_plus((codes & 0x000f000fu) | 0x43004300u, 0x3f803f80u, more);
+  second = times_plus(((codes >> 8) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, more);
+#else
+  constexpr u32 REST = 0x01c001c0u;
+  const u32 factor = SCALED_ONCE ? more : 0x7e807e80u;  // 2^126
+  first = times_plus(((codes << 12) & SIGNS) | ((codes << 6) & REST), factor, MINUS_ZERO);
+  second = times_plus(((codes << 4) & SIGNS) | ((codes >> 2) & REST), factor, MINUS_ZERO);
+#endif
+}
+#else
 INLINE void widen_four(u32 codes, u32 more, u32& first, u32& second) {
   first = widen_two(__byte_perm(codes, 0, HALF_BYTES ? 0x4140 : 0x1404), more);
   second = widen_two(__byte_perm(codes, 0, HALF_BYTES ? 0x4342 : 0x3424), more);
 }
+#endif
 
 // What a thread's rows have of the BOXES boxes of a step besides codes.
 template <int BOXES> struct Groups {
@@ -119,6 +152,24 @@ template <int BOXES> struct Groups {
             }
           }
         }
+  }
+
+  // The same of e2m1 with scales in bf16 that lie in shared memory, [4 groups a box, `pitch` rows], from this warp's rows on.
+  INLINE void load_shared(u32 at, int pitch) {
+    const int q = threadIdx.x % 4, row = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int box = 0; box < BOXES; box++)
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++)
+#pragma unroll
+          for (int turn = 0; turn < TURNS; turn++) {
+            const int group = 4 * box + 2 * (q >> 1) + (turn ^ (q >> 1));
+            u16 scale;
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(scale) : "r"(at + 2 * (group * pitch + 16 * tile + 8 * lower + row)));
+            more[box][tile][lower][turn] = scale_and_bias(scale);
+          }
   }
 
   // Adds the products of a box of the weight, from this warp's rows on, and of the tokens' two boxes beside it.

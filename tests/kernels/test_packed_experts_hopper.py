@@ -55,11 +55,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
         ("float8", 8, "silu", torch.bfloat16, INNER, True),
         ("float8", 96, "silu", torch.bfloat16, INNER, True),
         ("float8", 97, "silu", torch.bfloat16, INNER, False),
-        ("float4", 16, "silu", torch.bfloat16, INNER, True),
-        ("float4", 17, "silu", torch.bfloat16, INNER, False),
+        ("float4", 128, "silu", torch.bfloat16, INNER, True),
+        ("float4", 129, "silu", torch.bfloat16, INNER, False),
         ("float8", 8, "gelu_tanh", torch.bfloat16, INNER, False),
         ("float8", 8, "silu", torch.float16, INNER, False),
-        ("float8", 8, "silu", torch.bfloat16, 288, False),
+        ("float4", 8, "silu", torch.bfloat16, 336, True),  # an odd number of 16 rows
+        ("float8", 8, "silu", torch.bfloat16, 264, False),
     ],
 )
 def test_whom_it_serves(
@@ -71,7 +72,7 @@ def test_whom_it_serves(
 
 
 def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None:
-    """576 columns end within a step of 256: those beyond are padding."""
+    """576 columns end within a box of 128: those beyond are padding."""
     weight = stacked("float4", 2 * INNER, 576)
     x, out = torch.zeros(2, 576, dtype=torch.bfloat16), torch.zeros(6, INNER, dtype=torch.bfloat16)
     bias = torch.zeros(EXPERTS, 2 * INNER, dtype=torch.bfloat16)
@@ -79,11 +80,13 @@ def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None
     hopper.product(
         x, weight, out, order, block_t=8, per_token=3, halves=2, bias=bias, clamp=ClampedGate(alpha=1.5, limit=7.0)
     )
-    ((blocks, (codes, coded, work)),) = kernel.launches
-    assert blocks == 6 * INNER // 64
-    assert (codes[0] is weight.codes, codes[1:]) == (True, (64, 64))
+    ((blocks, (codes, scales, coded, work)),) = kernel.launches
+    cut = hopper.cuts_of(weight, 576, 2, 8, INNER)[0]
+    assert blocks == min(132, 6 * INNER // cut.item_rows)
+    assert (codes[0] is weight.codes, codes[1:]) == (True, (cut.item_rows, 64))
+    assert (scales[0] is weight.scales, scales[1:]) == (True, (4 * cut.shape.slices, cut.item_rows))
     assert (coded.width, coded.groups) == (EXPERTS * 2 * INNER, 576 // 32)
-    assert (work.rows, work.depth, work.k_steps, work.num_batches, work.experts) == (INNER, 576, 3, 6, EXPERTS)
+    assert (work.rows, work.depth, work.boxes, work.num_batches, work.experts) == (INNER, 576, 5, 6, EXPERTS)
     assert (work.num_pairs, work.per_token, work.bias) == (6, 3, bias.data_ptr())
     assert (work.alpha, work.limit) == (1.5, 7.0)
 
@@ -92,9 +95,15 @@ def test_every_cut_fits_a_multiprocessor() -> None:
     for kind in ("float8", "float4"):
         for width in (512, 2048, 2880, 4096):
             for block_t in (8, 16):
-                cut = hopper._cut_of(stacked(kind, 64, width), width, 2, block_t)
-                if cut is not None:
-                    stages = cut.stages(cut.programs)
-                    room = cut.programs * (stages * cut.stage_bytes + cut.token_bytes + 2048)
-                    assert stages >= 3
-                    assert room <= 227 << 10
+                cuts = hopper.cuts_of(stacked(kind, 64, width), width, 2, block_t, 64)
+                assert cuts or width * block_t > 2048 * 16
+                for cut in cuts:
+                    assert cut.stages >= 3
+                    assert cut.shape.programs * (cut.shared_bytes + 1024) <= 227 << 10
+                    assert cut.shape.row_tiles * cut.shape.slices < 32, "warps of a block, and the one that feeds them"
+
+
+def test_steps_have_little_room_for_slices_that_are_not_there() -> None:
+    """768 columns are six slices: a stage of eight would leave a quarter of the warps idle."""
+    assert hopper.cuts_of(stacked("float8", 64, 768), 768, 1, 8, 64)[0].shape.slices == 6
+    assert hopper.cuts_of(stacked("float8", 64, 2048), 2048, 1, 8, 64)[0].shape.slices == 8

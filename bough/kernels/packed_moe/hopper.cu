@@ -2,22 +2,32 @@
 // out[pair] = x[pair / per_token] @ weight[expert].T, with biases, and a gate over its halves if HALVES is 2.
 //
 // Pairs (token, expert) come sorted into batches of BLOCK_T pairs of one expert, those without an expert last. An item of work
-// is a batch and BLOCK_N weight rows (of each half); every block of the grid has neighbouring items, of few batches. One thread
+// is a batch and ITEM_ROWS weight rows (of each half); every block of the grid has neighbouring items, of few batches. One thread
 // feeds a ring of stages in shared memory through the copy engine, from item to item without a pause; the other warps gather a
-// batch's tokens, all of their columns, and multiply.
+// batch's tokens, all of their columns, and multiply. Of a stage a warp has 16 rows of each half and a slice of 128 columns; the
+// slices' sums meet in shared memory at an item's end. So many warps are at work on little memory, and a few tokens' items are
+// small enough to be spread evenly.
 //
-// Given, besides what `codes.cuh` wants: BLOCK_K (columns a step, a multiple of 128), GROUPS (warpgroups), STAGES, HALVES, GATE
-// (over them: 1 silu, 2 clamped), BIAS, SORTED (else a batch is a pair).
+// Given, besides what `codes.cuh` wants: ROW_TILES (of 16 rows, of an item), SLICES (of 128 columns, of a stage), STAGES, HALVES,
+// GATE (over them: 1 silu, 2 clamped), BIAS, SORTED (else a batch is a pair), EARLY (whether the choice of experts was made before
+// the kernel before this one had begun: its weights can be asked for at once), SUMS (places for the slices' sums, 1 or 2).
 
+#define PAIRED 1
 #include "hopper.cuh"
 #include "codes.cuh"
 
-constexpr int BLOCK_N = 64 * GROUPS * TILES;
-constexpr int W_BOXES = BLOCK_K / W_COLUMNS;
-constexpr int W_BOX = BLOCK_N * W_ROW_BYTES;
-constexpr int STAGE_BYTES = HALVES * W_BOXES * W_BOX;
-constexpr int WORKERS = 128 * GROUPS;
-constexpr int X_BOXES = BLOCK_K / 64;  // of a step
+static_assert(TILES == 1, "a warp has 16 rows");
+constexpr int ITEM_ROWS = 16 * ROW_TILES;
+constexpr int W_BOX = ITEM_ROWS * W_ROW_BYTES;
+constexpr bool STAGED = GROUP == 32;                                      // scales come through the ring as well
+constexpr int SCALE_BOX = STAGED ? 4 * SLICES * ITEM_ROWS * 2 : 0;        // of a half
+constexpr int CODE_BYTES = HALVES * SLICES * W_BOX;
+constexpr int STAGE_BYTES = CODE_BYTES + HALVES * SCALE_BOX;
+constexpr int WARPS = ROW_TILES * SLICES, WORKERS = 32 * WARPS;
+constexpr int OWNERS = 32 * ROW_TILES * REGS;                             // sums of an item's half
+constexpr int SUM_FLOATS = SLICES * HALVES * OWNERS;
+
+static_assert(KIND != FLOAT4 || SCALED_ONCE || GROUP == 0, "scales in bf16");
 
 struct Work {
   const u16* x;
@@ -25,7 +35,7 @@ struct Work {
   const u16* bias;  // [experts, HALVES * rows]
   u16* out;         // [num_pairs, rows]
   i64 x_stride;
-  int num_pairs, per_token, rows, depth, k_steps, num_batches, experts;
+  int num_pairs, per_token, rows, depth, boxes, num_batches, experts;  // boxes: of 128 columns
   float alpha, limit;
 };
 
@@ -35,13 +45,6 @@ INLINE u16 narrow(float value) {
   return out;
 }
 INLINE float rounded(float value) { return low(narrow(value)); }
-
-// 16 bytes, or zeros.
-INLINE void copy16(u32 to, const u16* from, bool is_real) {
-  const int bytes = is_real ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"((u64)from), "r"(bytes) : "memory");
-}
-INLINE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
 INLINE float gated(float gate, float up, const Work& work) {
@@ -53,30 +56,62 @@ INLINE float gated(float gate, float up, const Work& work) {
   return gate / (1.0f + __expf(-gate)) * up;
 }
 
+// By all workers: a batch's tokens, in boxes of 64 columns, swizzled; of four columns in the order 0 2 1 3. Columns beyond the
+// depth, and tokens that are not there, are zero.
+INLINE void gather(const Work& work, const int* batch_pairs, u32 tokens) {
+  constexpr int AT_ONCE = 4;
+  const int all = BLOCK_T * (work.boxes * 16);
+  for (int begin = threadIdx.x; begin < all; begin += AT_ONCE * WORKERS) {
+    uint4 value[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = begin + i * WORKERS, column = at / BLOCK_T * 8, pair = at < all ? batch_pairs[at % BLOCK_T] : work.num_pairs;
+      value[i] = make_uint4(0, 0, 0, 0);
+      if (pair < work.num_pairs && column < work.depth)
+        value[i] = __ldcg((const uint4*)(work.x + (i64)(pair / work.per_token) * work.x_stride + column));
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = begin + i * WORKERS, column = at / BLOCK_T * 8, token = at % BLOCK_T;
+      if (at >= all) break;
+      const uint4 v = value[i];
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                       tokens + column / 64 * X_BOX + token * ROW_BYTES + ((column / 8 % 8) ^ (token % 8)) * 16),
+                   "r"(__byte_perm(v.x, v.y, 0x5410)), "r"(__byte_perm(v.x, v.y, 0x7632)),
+                   "r"(__byte_perm(v.z, v.w, 0x5410)), "r"(__byte_perm(v.z, v.w, 0x7632)) : "memory");
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(WORKERS + 32) coded_experts(
-    const __grid_constant__ TensorMap weight, const __grid_constant__ Coded coded, const __grid_constant__ Work work) {
+    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales, const __grid_constant__ Coded coded,
+    const __grid_constant__ Work work) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int batch_pairs[BLOCK_T];
   __shared__ int num_real;
-  let_kernel_after_start();
-  const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+  const u32 base = (u32)__cvta_generic_to_shared(memory), stages = (base + 1023) & ~1023u;
   const u32 tokens = stages + STAGES * STAGE_BYTES;
+  float* const sums = (float*)(memory + (tokens - base) + work.boxes * (2 * X_BOX));
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
+  if (EARLY) let_kernel_after_start();
   if (threadIdx.x == 0) {
     num_real = 0;
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4 * GROUPS);
+      barrier_init(empty + 8 * i, WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  wait_for_kernel_before();
+  if (!EARLY) {
+    wait_for_kernel_before();
+    let_kernel_after_start();  // the kernel after this one may read the choice at once
+  }
   for (int i = threadIdx.x; i < work.num_batches; i += WORKERS + 32)
     if ((u32)__ldcg(work.batch_expert + i) < (u32)work.experts) atomicMax(&num_real, i + 1);
   __syncthreads();
-  const int tiles = work.rows / BLOCK_N;
+  const int tiles = work.rows / ITEM_ROWS, steps = (work.boxes + SLICES - 1) / SLICES;
   const i64 items = (i64)num_real * tiles;
   const int first_item = items * blockIdx.x / gridDim.x, last_item = items * (blockIdx.x + 1) / gridDim.x;
   int slot = 0;
@@ -85,21 +120,24 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) coded_experts(
   if (threadIdx.x >= WORKERS) {
     if (threadIdx.x > WORKERS) return;
     const u64 once = held_shorter();
-    int filled = 0;
+    int filled = 0, batch = -1, expert = -1;
     for (int item = first_item; item < last_item; item++) {
-      const int expert = __ldcg(work.batch_expert + item / tiles);
+      if (item / tiles != batch) batch = item / tiles, expert = __ldcg(work.batch_expert + batch);
       if ((u32)expert >= (u32)work.experts) continue;
-      const int row = expert * (HALVES * work.rows) + item % tiles * BLOCK_N;
-      for (int step = 0; step < work.k_steps; step++) {
+      const int row = expert * (HALVES * work.rows) + item % tiles * ITEM_ROWS;
+      for (int step = 0; step < steps; step++) {
         if (filled >= STAGES) barrier_wait(empty + 8 * slot, parity ^ 1);
         const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-        barrier_expect(barrier, STAGE_BYTES);
+        const int boxes = min(SLICES, work.boxes - step * SLICES);
+        barrier_expect(barrier, HALVES * (boxes * W_BOX + SCALE_BOX));
 #pragma unroll
-        for (int half = 0; half < HALVES; half++)
-#pragma unroll
-          for (int box = 0; box < W_BOXES; box++)
-            fetch_held(to + (half * W_BOXES + box) * W_BOX, weight, (step * BLOCK_K + W_COLUMNS * box) / (HALF_BYTES ? 2 : 1),
-                       row + half * work.rows, barrier, once);
+        for (int half = 0; half < HALVES; half++) {
+          const int first = row + half * work.rows;
+          for (int box = 0; box < boxes; box++)
+            fetch_held(to + (half * SLICES + box) * W_BOX, weight, (step * SLICES + box) * (HALF_BYTES ? 64 : 128), first, barrier,
+                       once);
+          if (STAGED) fetch_held(to + CODE_BYTES + half * SCALE_BOX, scales, first, step * (4 * SLICES), barrier, once);
+        }
         filled++;
         if (++slot == STAGES) slot = 0, parity ^= 1;
       }
@@ -107,16 +145,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) coded_experts(
     return;
   }
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * (16 * TILES);
-  int gathered = -1;
+  if (EARLY) wait_for_kernel_before();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slice = warp / ROW_TILES, first_row = warp % ROW_TILES * 16;
+  int gathered = -1, expert = -1, place = 0;
   for (int item = first_item; item < last_item; item++) {
-    const int batch = item / tiles, tile = item % tiles, expert = __ldcg(work.batch_expert + batch);
-    if ((u32)expert >= (u32)work.experts) continue;
-    const i64 row = (i64)expert * (HALVES * work.rows) + tile * BLOCK_N + first_row + lane / 4;
-    Groups<W_BOXES> coming[HALVES];
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) coming[half].load(coded, row + (i64)half * work.rows, 0);
+    const int batch = item / tiles, tile = item % tiles;
     if (batch != gathered) {
+      expert = __ldcg(work.batch_expert + batch);
+      if ((u32)expert >= (u32)work.experts) continue;
       gathered = batch;
       workers_meet();  // the last batch's tokens have been read
       if (threadIdx.x < BLOCK_T) {
@@ -124,55 +160,70 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32) coded_experts(
         batch_pairs[threadIdx.x] = SORTED ? __ldcg(work.pairs + batch * BLOCK_T + threadIdx.x) : alone;
       }
       workers_meet();
-      for (int at = threadIdx.x; at < BLOCK_T * (work.k_steps * BLOCK_K / 8); at += WORKERS) {
-        const int token = at % BLOCK_T, column = at / BLOCK_T * 8, pair = batch_pairs[token];
-        const bool is_real = pair < work.num_pairs && column < work.depth;
-        const u16* from = work.x + (is_real ? (i64)(pair / work.per_token) * work.x_stride + column : 0);
-        copy16(tokens + column / 64 * X_BOX + token * ROW_BYTES + ((column / 8 % 8) ^ (token % 8)) * 16, from, is_real);
-      }
-      copies_wait();
+      gather(work, batch_pairs, tokens);
       workers_meet();
     }
-
-    float acc[HALVES][TILES][REGS] = {};
-    for (int step = 0; step < work.k_steps; step++) {
-      Groups<W_BOXES> groups[HALVES];
+    const i64 row = (i64)expert * (HALVES * work.rows) + tile * ITEM_ROWS + first_row + lane / 4;
+    float acc[HALVES][1][REGS] = {};
+    Groups<1> groups[HALVES];
+    if (!STAGED && slice < work.boxes)
 #pragma unroll
-      for (int half = 0; half < HALVES; half++) {
-        groups[half] = coming[half];
-        if (step + 1 < work.k_steps) coming[half].load(coded, row + (i64)half * work.rows, step + 1);
+      for (int half = 0; half < HALVES; half++) groups[half].load(coded, row + (i64)half * work.rows, slice);
+    for (int step = 0; step < steps; step++) {
+      const int box = step * SLICES + slice;
+      const u32 from = stages + slot * STAGE_BYTES;
+      Groups<1> now[HALVES];
+      if (!STAGED) {
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          now[half] = groups[half];
+          if (box + SLICES < work.boxes) groups[half].load(coded, row + (i64)half * work.rows, box + SLICES);
+        }
       }
       barrier_wait(full + 8 * slot, parity);
-      const u32 from = stages + slot * STAGE_BYTES;
+      if (box < work.boxes) {
 #pragma unroll
-      for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int box = 0; box < W_BOXES; box++)
-          groups[half].add_box(acc[half], box, from + (half * W_BOXES + box) * W_BOX + first_row * W_ROW_BYTES,
-                               tokens + (step * X_BOXES + 2 * box) * X_BOX);
+        for (int half = 0; half < HALVES; half++) {
+          if (STAGED)
+            now[half].load_shared(from + CODE_BYTES + half * SCALE_BOX + 2 * (slice * 4 * ITEM_ROWS + first_row), ITEM_ROWS);
+          now[half].add_box(acc[half], 0, from + (half * SLICES + slice) * W_BOX + first_row * W_ROW_BYTES,
+                            tokens + 2 * box * X_BOX);
+        }
+      }
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 
+    // Sums of a slice lie as its threads have them: [slice, half, sum of a thread, row tile, lane].
+    float* const meet = sums + place * SUM_FLOATS;
+    if (SUMS > 1) place ^= 1;
 #pragma unroll
-    for (int part = 0; part < TILES; part++)
+    for (int half = 0; half < HALVES; half++)
 #pragma unroll
-      for (int r = 0; r < REGS; r++) {
-        const int pair = batch_pairs[r / 4 * 8 + lane % 4 * 2 + (r & 1)];
-        const int n = tile * BLOCK_N + first_row + 16 * part + lane / 4 + (r & 2) * 4;
-        if (pair >= work.num_pairs) continue;
-        float value[HALVES];
+      for (int r = 0; r < REGS; r++)
+        meet[((slice * HALVES + half) * REGS + r) * (32 * ROW_TILES) + first_row * 2 + lane] = acc[half][0][r];
+    workers_meet();
+    for (int at = threadIdx.x; at < OWNERS; at += WORKERS) {
+      const int r = at / (32 * ROW_TILES), of_row = at % (32 * ROW_TILES) / 32, of_lane = at % 32;
+      const int pair = batch_pairs[r / 4 * 8 + of_lane % 4 * 2 + (r & 1)];
+      const int n = tile * ITEM_ROWS + 16 * of_row + of_lane / 4 + (r & 2) * 4;
+      if (pair >= work.num_pairs) continue;
+      float value[HALVES];
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          const i64 at = (i64)expert * (HALVES * work.rows) + half * work.rows + n;
-          value[half] = acc[half][part][r] * coded.last_scale(at);
-          // Rounded as it would be if it were stored.
-          if (HALVES > 1) value[half] = rounded(value[half]);
-          if (BIAS) value[half] += low(__ldg(work.bias + at));
-          if (BIAS && HALVES > 1) value[half] = rounded(value[half]);
-        }
-        work.out[(i64)pair * work.rows + n] = narrow(HALVES > 1 ? gated(value[0], value[HALVES - 1], work) : value[0]);
+      for (int half = 0; half < HALVES; half++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int s = 0; s < SLICES; s++) sum += meet[(s * HALVES + half) * OWNERS + at];
+        const i64 of = (i64)expert * (HALVES * work.rows) + half * work.rows + n;
+        value[half] = sum * (1.0f / LEFT) * coded.last_scale(of);
+        // Rounded as it would be if it were stored.
+        if (HALVES > 1) value[half] = rounded(value[half]);
+        if (BIAS) value[half] += low(__ldg(work.bias + of));
+        if (BIAS && HALVES > 1) value[half] = rounded(value[half]);
       }
+      work.out[(i64)pair * work.rows + n] = narrow(HALVES > 1 ? gated(value[0], value[HALVES - 1], work) : value[0]);
+    }
+    if (SUMS == 1) workers_meet();
   }
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from bough.kernels.packed_linear.decode import DeviceCodes
 from bough.kernels.packed_linear.hopper import besides_codes, form_of
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_ROWS: Final = 64
-"""Weight rows of an item."""
+_TILE_ROWS: Final = 16
+"""Weight rows of a warp."""
 _SHARED_BYTES: Final = 225 << 10
 """Of a multiprocessor, for all blocks on it."""
 _MOST_STAGES: Final = 8
@@ -39,9 +39,7 @@ _GATES: Final = {"silu": 1, "clamped": 2}
 _MOST_PER_EXPERT: Final = 12
 """Pairs of an expert in e4m3, on average: beyond, blocks of 16 tokens read weights too often. On an H200, layers of
 Qwen3-30B-A3B take 25, 62, 133, 195 and 214 us for 1, 4, 16, 64 and 100 tokens, 49, 73, 179, 264 and 270 in Triton."""
-_MOST_PAIRS_OF_4_BITS: Final = 16
-"""Pairs of experts in codes of 4 bits: gpt-oss-20b's layers take 60, 121 and 199 us for 1, 2 and 4 tokens, 166, 277 and 470
-in Triton, which is faster with more."""
+_MOST_PER_EXPERT_OF_4_BITS: Final = 16
 
 
 class _Work(ctypes.Structure):
@@ -52,73 +50,124 @@ class _Work(ctypes.Structure):
         ("x_stride", ctypes.c_int64),
         *(
             (name, ctypes.c_int)
-            for name in ("num_pairs", "per_token", "rows", "depth", "k_steps", "num_batches", "experts")
+            for name in ("num_pairs", "per_token", "rows", "depth", "boxes", "num_batches", "experts")
         ),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
 
+class Shape(NamedTuple):
+    """How a block is laid out."""
+
+    row_tiles: int
+    """Of 16 weight rows, of an item of work."""
+    slices: int
+    """Of 128 columns, of a stage. Each has a warp for each row tile."""
+    programs: int = 1
+    """Blocks of a multiprocessor."""
+
+
+SHAPES: Final = (Shape(2, 8), Shape(1, 12), Shape(2, 6), Shape(1, 8), Shape(1, 6), Shape(1, 4))
+"""Those of codes of 4 bits, the best first..."""
+SHAPES_8_BITS: Final = (Shape(1, 8), Shape(2, 6), Shape(1, 6), Shape(1, 4))
+"""...and of 8."""
+_MOST_WASTE: Final = 1.1
+"""Slices that steps have room for, to those that there are, where another shape has less."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a product is cut: tokens of a block, columns of a step, weight halves."""
+class Cut:
+    """How a product is cut: tokens of a batch, weight halves, boxes of 128 columns."""
 
     block_t: int
-    block_k: int
     halves: int
-    k_steps: int
+    boxes: int
     form: CodeForm
+    shape: Shape
+
+    @property
+    def item_rows(self) -> int:
+        return _TILE_ROWS * self.shape.row_tiles
+
+    @property
+    def has_staged_scales(self) -> bool:
+        """Whether scales come with the codes."""
+        return self.form.group == 32
 
     @property
     def stage_bytes(self) -> int:
-        return self.halves * _ROWS * self.block_k // BOX_COLUMNS * self.form.box_bytes
+        scales = 8 if self.has_staged_scales else 0
+        return self.halves * self.item_rows * self.shape.slices * (self.form.box_bytes + scales)
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.block_t * self.block_k * self.k_steps
+        return 2 * self.block_t * BOX_COLUMNS * self.boxes
 
-    def stages(self, programs: int) -> int:
-        room = _SHARED_BYTES // programs - 2048 - self.token_bytes
+    @property
+    def sum_bytes(self) -> int:
+        """Of all slices' sums of an item."""
+        return 4 * self.halves * self.item_rows * self.block_t * self.shape.slices
+
+    def _stages_beside(self, sums: int) -> int:
+        room = _SHARED_BYTES // self.shape.programs - 2048 - self.token_bytes - sums * self.sum_bytes
         return min(_MOST_STAGES, room // self.stage_bytes)
 
     @property
-    def programs(self) -> int:
-        """Of a multiprocessor; 0: there is no room for one."""
-        return next((count for count in (2, 1) if self.stages(count) >= _LEAST_STAGES), 0)
+    def sums(self) -> int:
+        """Places for the sums of items: with two, warps meet once an item."""
+        return 2 if self._stages_beside(2) > _LEAST_STAGES else 1
+
+    @property
+    def stages(self) -> int:
+        return self._stages_beside(self.sums)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + self.token_bytes + self.sums * self.sum_bytes + 1024
+
+    @property
+    def waste(self) -> float:
+        return cdiv(self.boxes, self.shape.slices) * self.shape.slices / self.boxes
 
 
-def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int) -> _Cut | None:
+def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> list[Cut]:
+    """All that there are of a product, the best first. `rows`: of a half."""
     form = form_of(weight)
     if form is None or depth % 8 or not depth <= weight.cols:
-        return None
-    steps = [block for block in (256, BOX_COLUMNS) if weight.group != BOX_COLUMNS or weight.cols % block == 0]
-    for block_k in steps:
-        cut = _Cut(block_t, block_k, halves, cdiv(weight.cols, block_k), form)
-        if cut.programs:
-            return cut
-    return None
+        return []
+    shapes = SHAPES_8_BITS if form.box_bytes == SWIZZLED_BYTES else SHAPES
+    boxes = cdiv(weight.cols, BOX_COLUMNS)
+    cuts = [Cut(block_t, halves, boxes, form, shape) for shape in shapes]
+    cuts = [cut for cut in cuts if rows % cut.item_rows == 0 and cut.stages >= _LEAST_STAGES]
+    return sorted(cuts, key=lambda cut: 0 if cut.waste <= _MOST_WASTE else cut.waste)
+
+
+def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> Cut | None:
+    return next(iter(cuts_of(weight, depth, halves, block_t, rows)), None)
 
 
 @cache
-def _kernel(device: torch.device, cut: _Cut, gate: int, has_bias: bool, is_sorted: bool) -> CudaKernel:
-    stages = cut.stages(cut.programs)
+def _kernel(device: torch.device, cut: Cut, gate: int, has_bias: bool, is_sorted: bool) -> CudaKernel:
     defines: Mapping[str, int] = {
         "BLOCK_T": cut.block_t,
-        "BLOCK_K": cut.block_k,
-        "GROUPS": 1,
-        "STAGES": stages,
+        "ROW_TILES": cut.shape.row_tiles,
+        "SLICES": cut.shape.slices,
+        "STAGES": cut.stages,
+        "SUMS": cut.sums,
         "HALVES": cut.halves,
         "GATE": gate,
         "BIAS": int(has_bias),
         "SORTED": int(is_sorted),
+        "EARLY": int(cut.halves == 1),
         **cut.form.defines(),
     }
     cubin = cached_cubin(_SOURCE, "sm_90a", defines)
-    room = stages * cut.stage_bytes + cut.token_bytes + 1024
-    return CudaKernel(cubin, "coded_experts", device, threads=128 + 32, shared_bytes=room)
+    threads = 32 * (cut.shape.row_tiles * cut.shape.slices + 1)
+    return CudaKernel(cubin, "coded_experts", device, threads=threads, shared_bytes=cut.shared_bytes)
 
 
 @cache
-def _is_ready(device: torch.device, cut: _Cut) -> bool:
+def _is_ready(device: torch.device, cut: Cut) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
     load = partial(_kernel, device, cut, _GATES["silu"] if cut.halves == 2 else 0, False, True)
     return runs_on(device, load, "quantised experts of few tokens are read more slowly than they could be")
@@ -133,14 +182,19 @@ def suits(x_TD: Tensor, gate_up: object, down: object, num_experts: int, num_pai
     """Whether the kernel serves these experts, and faster than the portable kernels do."""
     if not isinstance(gate_up, DeviceCodes) or not isinstance(down, DeviceCodes) or activation != "silu":
         return False
-    most = _MOST_PER_EXPERT * num_experts if gate_up.kind == "float8" else _MOST_PAIRS_OF_4_BITS
-    if x_TD.dtype != torch.bfloat16 or num_pairs > most or not can_map(x_TD):
+    most = _MOST_PER_EXPERT if gate_up.kind == "float8" else _MOST_PER_EXPERT_OF_4_BITS
+    if x_TD.dtype != torch.bfloat16 or num_pairs > most * num_experts or not can_map(x_TD):
         return False
     width, inner = x_TD.shape[1], gate_up.num_rows // num_experts // 2
-    if width % _ROWS or inner % _ROWS or not (can_map(gate_up.codes) and can_map(down.codes)):
+    if not (can_map(gate_up.codes) and can_map(down.codes)):
         return False
     block_t = block_tokens(num_pairs, num_experts)
-    cuts = [_cut_of(gate_up, width, 2, block_t), _cut_of(down, inner, 1, block_t)]
+    cuts = [_cut_of(gate_up, width, 2, block_t, inner), _cut_of(down, inner, 1, block_t, width)]
+    if any(
+        cut is None or (cut.has_staged_scales and not can_map(weight.scales))
+        for cut, weight in zip(cuts, (gate_up, down), strict=True)
+    ):
+        return False
     return all(cut is not None and _is_ready(x_TD.device, cut) for cut in cuts)
 
 
@@ -155,21 +209,29 @@ def product(
     halves: int,
     bias: Tensor | None = None,
     clamp: ClampedGate | None = None,
+    cut: Cut | None = None,
 ) -> None:
     """Fills out [pairs, rows], with two `halves` gated by silu or `clamp`. `bias` [E, halves * rows] in bf16. Needs
-    `suits`."""
+    `suits`.
+
+    With one half, the kernel before must be the product of two, with the same `order`: the choice of experts is read before
+    that has ended.
+    """
     rows, device = out.shape[1], x.device
-    cut = _cut_of(weight, x.shape[1], halves, block_t)
+    cut = _cut_of(weight, x.shape[1], halves, block_t, rows) if cut is None else cut
     assert cut is not None
     gate = 0 if halves == 1 else _GATES["silu" if clamp is None else "clamped"]
     kernel = _kernel(device, cut, gate, bias is not None, order.is_sorted)
     work = _Work(
         x.data_ptr(), order.block_expert.data_ptr(), order.pairs.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(), x.stride(0), out.shape[0], per_token, rows, x.shape[1], cut.k_steps, order.num_blocks,
+        out.data_ptr(), x.stride(0), out.shape[0], per_token, rows, x.shape[1], cut.boxes, order.num_blocks,
         order.num_experts, 0.0 if clamp is None else clamp.alpha, 0.0 if clamp is None else clamp.limit,
     )  # fmt: skip
     box_bytes = cut.form.box_bytes
-    codes = tensor_map(weight.codes, _ROWS, box_bytes if box_bytes < SWIZZLED_BYTES else None)
-    items = order.num_blocks * (rows // _ROWS)
-    blocks = min(items, cut.programs * num_sms(device))
-    kernel.launch(blocks, (codes, besides_codes(weight), work), current_stream(device))
+    codes = tensor_map(weight.codes, cut.item_rows, box_bytes if box_bytes < SWIZZLED_BYTES else None)
+    scales = codes
+    if cut.has_staged_scales:
+        scales = tensor_map(weight.scales, BOX_COLUMNS // cut.form.group * cut.shape.slices, cut.item_rows)
+    items = order.num_blocks * (rows // cut.item_rows)
+    blocks = min(items, cut.shape.programs * num_sms(device))
+    kernel.launch(blocks, (codes, scales, besides_codes(weight), work), current_stream(device))
