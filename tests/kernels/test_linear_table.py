@@ -42,7 +42,9 @@ def test_what_was_measured_wins() -> None:
         ("linear", 33, 6144, 4096, False),  # too many tokens
         ("linear", 1, 1024, 4096, False),  # too small a weight
         ("linear", 1, 8224, 4096, False),  # rows not in whole tiles
-        ("linear", 1, 5120, 2880, True),  # in steps of 64
+        ("linear", 15, 5120, 2880, True),  # in steps of 64
+        ("linear", 16, 5120, 2880, False),
+        ("linear", 32, 201088, 2880, True),
         ("linear", 1, 6144, 4128, False),  # depth not in whole steps
         ("silu_mul", 1, 28672 + 64, 4096, False),  # a half not in whole tiles
     ],
