@@ -99,19 +99,20 @@ INLINE u32 scale_and_bias(u32 scale) {
 #if PAIRED
 // Codes 0 and 2 of the word, and 1 and 3. Half bytes: those in the low halves.
 INLINE void widen_four(u32 codes, u32 more, u32& first, u32& second) {
-  constexpr u32 MINUS_ZERO = 0x80008000u, SIGNS = 0x80008000u;
+  constexpr u32 MINUS_ZERO = 0x80008000u;
 #if KIND == FLOAT8
-  constexpr u32 REST = 0x07f007f0u, FACTOR = 0x7b807b80u;  // 2^120
+  constexpr u32 SIGNS = 0x80008000u, REST = 0x07f007f0u, FACTOR = 0x7b807b80u;  // 2^120
   first = times_plus(((codes << 8) & SIGNS) | ((codes << 4) & REST), FACTOR, MINUS_ZERO);
   second = times_plus((codes & SIGNS) | ((codes >> 4) & REST), FACTOR, MINUS_ZERO);
 #elif KIND == INT4
   first = times_plus((codes & 0x000f000fu) | 0x43004300u, 0x3f803f80u, more);
   second = times_plus(((codes >> 8) & 0x000f000fu) | 0x43004300u, 0x3f803f80u, more);
 #else
-  constexpr u32 REST = 0x01c001c0u;
+  // A product moves the sign and the rest to two places each, of which one is kept.
+  constexpr u32 KEPT = 0x81c081c0u;
   const u32 factor = SCALED_ONCE ? more : 0x7e807e80u;  // 2^126
-  first = times_plus(((codes << 12) & SIGNS) | ((codes << 6) & REST), factor, MINUS_ZERO);
-  second = times_plus(((codes << 4) & SIGNS) | ((codes >> 2) & REST), factor, MINUS_ZERO);
+  first = times_plus(((codes & 0x000f000fu) * 0x1040u) & KEPT, factor, MINUS_ZERO);
+  second = times_plus((((codes >> 8) & 0x000f000fu) * 0x1040u) & KEPT, factor, MINUS_ZERO);
 #endif
 }
 #else

@@ -26,11 +26,14 @@ from bough.platform.whole_file import write_whole
 
 log = logging.getLogger("bough.kernels")
 
-_COMMON = tuple(Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh", "codes.cuh"))
+_COMMON = tuple(
+    Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh", "codes.cuh", "experts.cuh")
+)
 """What sources may include."""
 SWIZZLED_BYTES = 128
 """The width of a tile that the copy engine lays out for the tensor cores."""
-_NOT_SWIZZLED, _BY_128_BYTES = 0, 3  # CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # bytes: CU_TENSOR_MAP_SWIZZLE_...
+_NOT_SWIZZLED = 0
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -160,11 +163,12 @@ def _encoded(
     dtype: torch.dtype,
     box_rows: int,
     box_columns: int | None,
+    swizzled: bool,
 ) -> TensorMap:
     rows, columns, item = shape[0], math.prod(shape[1:]), dtype.itemsize
     stride_bytes = (strides[0] if rows > 1 else columns) * item
-    swizzle = _BY_128_BYTES if box_columns is None else _NOT_SWIZZLED
     box_columns = box_columns or SWIZZLED_BYTES // item
+    swizzle = _SWIZZLES[box_columns * item] if swizzled else _NOT_SWIZZLED
     memory = ctypes.create_string_buffer(128 + 63)
     address = (ctypes.addressof(memory) + 63) & ~63
     result = _driver().cuTensorMapEncodeTiled(
@@ -186,12 +190,16 @@ def can_map(matrix: Tensor) -> bool:
     return dense and strides[0] * item % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int | None = None) -> TensorMap:
+def tensor_map(
+    matrix: Tensor, box_rows: int, box_columns: int | None = None, *, swizzled: bool | None = None
+) -> TensorMap:
     """Tiles of a matrix for which `can_map`; outside it they read as zero and aren't written.
 
-    They are box_rows x 128 bytes, swizzled; with `box_columns` (a multiple of 16 bytes) as wide as that, row after row.
+    They are box_rows x 128 bytes, swizzled; with `box_columns` (a multiple of 16 bytes) as wide as that, row after row, or
+    `swizzled` if they are 32, 64 or 128 bytes.
     """
-    return _encoded(matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype, box_rows, box_columns)
+    swizzled = box_columns is None if swizzled is None else swizzled
+    return _encoded(matrix.data_ptr(), matrix.shape, matrix.stride(), matrix.dtype, box_rows, box_columns, swizzled)
 
 
 Argument = TensorMap | Tensor | int | ctypes.Structure | None

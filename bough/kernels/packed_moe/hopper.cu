@@ -15,6 +15,7 @@
 #define PAIRED 1
 #include "hopper.cuh"
 #include "codes.cuh"
+#include "experts.cuh"
 
 static_assert(TILES == 1, "a warp has 16 rows");
 constexpr int ITEM_ROWS = 16 * ROW_TILES;
@@ -29,32 +30,7 @@ constexpr int SUM_FLOATS = SLICES * HALVES * OWNERS;
 
 static_assert(KIND != FLOAT4 || SCALED_ONCE || GROUP == 0, "scales in bf16");
 
-struct Work {
-  const u16* x;
-  const int *batch_expert, *pairs;
-  const u16* bias;  // [experts, HALVES * rows]
-  u16* out;         // [num_pairs, rows]
-  i64 x_stride;
-  int num_pairs, per_token, rows, depth, boxes, num_batches, experts;  // boxes: of 128 columns
-  float alpha, limit;
-};
-
-INLINE u16 narrow(float value) {
-  u16 out;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  return out;
-}
-INLINE float rounded(float value) { return low(narrow(value)); }
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
-
-INLINE float gated(float gate, float up, const Work& work) {
-  if (GATE == 2) {
-    gate = fminf(gate, work.limit);
-    up = fminf(fmaxf(up, -work.limit), work.limit) + 1.0f;
-    return up * gate / (1.0f + __expf(-work.alpha * gate));
-  }
-  return gate / (1.0f + __expf(-gate)) * up;
-}
 
 // By all workers: a batch's tokens, in boxes of 64 columns, swizzled; of four columns in the order 0 2 1 3. Columns beyond the
 // depth, and tokens that are not there, are zero.
@@ -83,7 +59,7 @@ INLINE void gather(const Work& work, const int* batch_pairs, u32 tokens) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WORKERS + 32) coded_experts(
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales, const __grid_constant__ Coded coded,
     const __grid_constant__ Work work) {
   extern __shared__ unsigned char memory[];

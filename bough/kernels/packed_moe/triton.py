@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Packed experts on a GPU: tokens are sorted by expert as in `moe.triton`, then two grouped products decode weights as
-they stream. On Hopper, few tokens go through `hopper`, many of e4m3 with a scale per row through `moe.grouped_hopper`, and
-many of other codes through `unpacked`.
+they stream. On Hopper, few tokens go through `hopper`, more through `tiles_hopper`, many of e4m3 with a scale per row
+through `moe.grouped_hopper`, and many of other codes through `unpacked`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bough.kernels.packed_linear import Codes, PackedWeight
 from bough.kernels.packed_linear.codes import activation_order, can_stack, stack
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out, stack_laid_out
 from bough.kernels.packed_linear.gguf_triton import DeviceBlocks, add_blocks, stack_blocks
-from bough.kernels.packed_moe import PackedExperts, hopper, unpacked
+from bough.kernels.packed_moe import PackedExperts, hopper, tiles_hopper, unpacked
 from bough.kernels.packed_moe.reference import with_biases
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
@@ -295,6 +295,10 @@ def packed_experts(
         grouped_hopper.experts(x, held.hopper, weights, ids, out)
         return out
     width, pairs = x.shape[1], tokens * per_token
+    if _takes_tiles(x, held, pairs, activation, clamp):
+        parts = _by_tiles(x, held, ids, clamp)
+        _combine(parts, weights, ids, out, held.num_experts)
+        return out
     if _takes_hopper(x, held, pairs, activation, clamp):
         parts = _by_hopper(x, held, ids, clamp)
         _combine(parts, weights, ids, out, held.num_experts)
@@ -334,13 +338,44 @@ def _combine(parts: Tensor, weights: Tensor, ids: Tensor, out: Tensor, num_exper
     )
 
 
-def _takes_hopper(x: Tensor, held: _Stacks, pairs: int, activation: str, clamp: ClampedGate | None) -> bool:
+def _is_plain(x: Tensor, held: _Stacks, clamp: ClampedGate | None) -> bool:
+    """Whether experts have nothing that the kernels for Hopper don't know."""
     if held.orders != (None, None) or (held.biases is None) != (clamp is None):
         return False
     biases = () if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
-    if any(bias.dtype != x.dtype or not bias.is_contiguous() for bias in biases):
+    return all(bias.dtype == x.dtype and bias.is_contiguous() for bias in biases)
+
+
+def _takes_hopper(x: Tensor, held: _Stacks, pairs: int, activation: str, clamp: ClampedGate | None) -> bool:
+    if not _is_plain(x, held, clamp):
         return False
     return hopper.suits(x, held.gate_up, held.down, held.num_experts, pairs, activation)
+
+
+def _takes_tiles(x: Tensor, held: _Stacks, pairs: int, activation: str, clamp: ClampedGate | None) -> bool:
+    if not _is_plain(x, held, clamp):
+        return False
+    has_bias = held.biases is not None
+    stacks = held.gate_up, held.down
+    return tiles_hopper.suits(x, *stacks, held.num_experts, pairs, activation, clamp, has_bias=has_bias)
+
+
+def _by_tiles(x: Tensor, held: _Stacks, ids: Tensor, clamp: ClampedGate | None) -> Tensor:
+    """parts [pairs, D]. Needs `_takes_tiles`."""
+    assert isinstance(held.gate_up, DeviceCodes)
+    assert isinstance(held.down, DeviceCodes)
+    per_token, pairs = ids.shape[1], ids.numel()
+    tile = tiles_hopper.tile_for(held.gate_up.kind, pairs, held.num_experts)
+    assert tile is not None
+    order = sort_pairs(ids.to(torch.int32), held.num_experts, tile.tokens)
+    up_bias, down_bias = (None, None) if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
+    hidden = x.new_empty(pairs, held.gate_up.num_rows // held.num_experts // 2)
+    tiles_hopper.product(
+        x, held.gate_up, hidden, order, tile=tile, per_token=per_token, halves=2, bias=up_bias, clamp=clamp
+    )
+    parts = x.new_empty(pairs, x.shape[1])
+    tiles_hopper.product(hidden, held.down, parts, order, tile=tile, per_token=1, halves=1, bias=down_bias)
+    return parts
 
 
 def _by_hopper(x: Tensor, held: _Stacks, ids: Tensor, clamp: ClampedGate | None) -> Tensor:
@@ -349,7 +384,7 @@ def _by_hopper(x: Tensor, held: _Stacks, ids: Tensor, clamp: ClampedGate | None)
     assert isinstance(held.down, DeviceCodes)
     per_token, pairs = ids.shape[1], ids.numel()
     ids = ids.to(torch.int32)
-    block_t = hopper.block_tokens(pairs, held.num_experts)
+    block_t = hopper.block_tokens(held.gate_up.kind, pairs, held.num_experts)
     order = _sorted(ids, held.num_experts, block_t)
     up_bias, down_bias = (None, None) if held.biases is None else (held.biases.gate_up_E2F, held.biases.down_ED)
     hidden = x.new_empty(pairs, held.gate_up.num_rows // held.num_experts // 2)

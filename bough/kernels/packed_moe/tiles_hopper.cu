@@ -1,0 +1,418 @@
+// One of the two products of experts in codes, for more than a few tokens of each expert, on Hopper:
+// out[pair] = x[pair / per_token] @ weight[expert].T, with biases, and a gate over its halves if HALVES is 2.
+//
+// Pairs (token, expert) come sorted into batches of BLOCK_T pairs of one expert, those without an expert last. An item of work
+// is a batch and 64 * GROUPS_OF_WARPS weight rows, half of them of each half. Weights are what the tensor cores take from
+// registers: codes come into shared memory by the copy engine, and become bf16 on the way from there, 64 rows a warpgroup.
+// Tokens are what they take from shared memory, where three warps gather them by the list of pairs. Both go through a ring of
+// stages of 128 columns, from item to item without a pause. Of the last batch of an expert only a half or a quarter is
+// multiplied if it has no more.
+//
+// In a step of 16 columns a thread has, of rows r and r + 8, columns 2 q and 2 q + 1 of each eight: two bytes at a time. With
+// two halves, row r + 8 of a warp is the other half's row r, so that a thread has what is gated together.
+//
+// Given, besides what `codes.cuh` and `experts.cuh` want: GROUPS_OF_WARPS, STAGES, LAG (stages of tokens that are asked for
+// before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu).
+
+#define PAIRED 1
+#include "hopper.cuh"
+#include "codes.cuh"
+#include "experts.cuh"
+
+constexpr int ROWS = 64 * GROUPS_OF_WARPS;         // of an item, of all halves
+constexpr int HALF_ROWS = ROWS / HALVES;
+constexpr bool STAGED = GROUP == 32;               // scales come through the ring as well
+constexpr int TOKEN_BYTES = 2 * X_BOX;
+constexpr int W_BOX = HALF_ROWS * W_ROW_BYTES, SCALE_BOX = STAGED ? 4 * HALF_ROWS * 2 : 0;
+constexpr int FETCHED = HALVES * (W_BOX + SCALE_BOX);
+constexpr int STAGE_BYTES = (TOKEN_BYTES + FETCHED + 1023) / 1024 * 1024;
+constexpr int CONSUMERS = 128 * GROUPS_OF_WARPS, GATHERERS = 96, THREADS = CONSUMERS + 128;
+constexpr int WORDS = HALF_BYTES ? 2 : 4;          // of four codes at two rows, of 64 columns
+constexpr bool SUMMED_TWICE = GROUP == 128;        // groups' sums are scaled
+// Results on their way: up to 32 tokens x 64 / HALVES rows of a warpgroup, and 16 bytes so that tokens fall on different banks.
+constexpr int OUT_TOKENS = BLOCK_T < 32 ? BLOCK_T : 32, OUT_SEGMENTS = 8 / HALVES, OUT_PITCH = 16 * OUT_SEGMENTS + 16;
+constexpr int OUT_BYTES = OUT_TOKENS * OUT_PITCH;
+// Registers of a thread by role: what a block is started with, shared out anew.
+constexpr int STARTED = 65536 / THREADS / 8 * 8;
+constexpr int FETCHING = 56;
+constexpr bool AHEAD = BLOCK_T < 128;  // codes are loaded before the products that come before theirs have begun
+constexpr int MOST_REGISTERS = ((GROUPS_OF_WARPS + 1) * STARTED - FETCHING) / GROUPS_OF_WARPS / 8 * 8;
+constexpr int MULTIPLYING = MOST_REGISTERS < 240 ? MOST_REGISTERS : 240;
+
+static_assert(GROUPS_OF_WARPS > 1 && TILES == 1 && (KIND != FLOAT4 || SCALED_ONCE || GROUP == 0), "");
+static_assert(LAG < STAGES, "what is waited for must have been announced");
+
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define EIGHT(i) FOUR(i), FOUR(i + 4)
+#define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64                                                                                                     \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51"    \
+           ", %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PRODUCT(tokens, names, a, b, c, e, x, more, ...)                                                             \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " more ", 0;\n"                                                 \
+               "wgmma.mma_async.sync.aligned.m64n" tokens "k16.f32.bf16.bf16 {" names "}, {" a ", " b ", " c ", " e  \
+               "}, " x ", add, 1, 1, 0;\n}"                                                                          \
+               : __VA_ARGS__                                                                                         \
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(tokens_at), "r"(add))
+
+// d = (add ? d : 0) + 64 weight rows x as many tokens over 16 columns.
+INLINE void product_of(float (&d)[8], const u32 (&rows)[4], u64 tokens_at, u32 add) {
+  PRODUCT("16", NAMES_8, "%8", "%9", "%10", "%11", "%12", "%13", EIGHT(0));
+}
+INLINE void product_of(float (&d)[16], const u32 (&rows)[4], u64 tokens_at, u32 add) {
+  PRODUCT("32", NAMES_16, "%16", "%17", "%18", "%19", "%20", "%21", SIXTEEN(0));
+}
+INLINE void product_of(float (&d)[32], const u32 (&rows)[4], u64 tokens_at, u32 add) {
+  PRODUCT("64", NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37", SIXTEEN(0), SIXTEEN(16));
+}
+INLINE void product_of(float (&d)[64], const u32 (&rows)[4], u64 tokens_at, u32 add) {
+  PRODUCT("128", NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69", SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48));
+}
+
+// Values that a product may still read or write are not touched before this.
+template <int COUNT> INLINE void settled(float (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+INLINE void settled(u32 (&rows)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) asm volatile("" : "+r"(rows[i / 4][i % 4])::"memory");
+}
+
+INLINE void meet(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
+
+INLINE u32 shared_2(u32 at) {
+  u16 out;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(at));
+  return out;
+}
+
+struct Turn {
+  int slot = 0;
+  u32 parity = 0;
+  INLINE void next() {
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+};
+
+// Of a batch: how many pairs it has. By all lanes of a warp.
+INLINE int live_pairs(const Work& work, const int* pairs) {
+  int live = 0;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < (BLOCK_T + 31) / 32 * 32; i += 32)
+    live += __popc(__ballot_sync(~0u, i < BLOCK_T && __ldcg(pairs + i) < work.num_pairs));
+  return live;
+}
+
+// How many of a batch's tokens are multiplied. (A choice among products of 128 tokens takes registers that three warpgroups
+// don't have.)
+constexpr bool HALVED = BLOCK_T >= 32 && (BLOCK_T < 128 || GROUPS_OF_WARPS < 3);
+INLINE int multiplied(int live) {
+  if (BLOCK_T == 64 && live <= BLOCK_T / 4) return BLOCK_T / 4;
+  if (HALVED && live <= BLOCK_T / 2) return BLOCK_T / 2;
+  return BLOCK_T;
+}
+
+// What a thread's two rows have of 128 columns besides codes.
+struct Besides {
+  float scales[2];
+  u32 zeros[2];
+
+  INLINE void load(const Coded& coded, const i64 (&rows)[2], int box) {
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++) {
+      const i64 row = rows[lower] / SCALE_ROWS;
+      scales[lower] = 1.0f;
+      zeros[lower] = 0xc308c308u;  // -(128 + 8)
+      if (GROUP == 128) scales[lower] = coded.scale((i64)box * coded.width + row);
+      if (KIND == INT4 && ZEROS) {
+        const float zero = -128.0f - (float)__ldg(coded.zeros + (i64)(GROUP ? box : 0) * coded.width + row);
+        zeros[lower] = both(zero, zero);
+      }
+    }
+  }
+};
+
+// Codes of 64 columns, two rows, as they were stored: of each word bytes 0 and 2 belong to the first eight of 16 columns.
+INLINE void load_words(u32 (&words)[2][WORDS], u32 at, u32 apart, int chunk) {
+#pragma unroll
+  for (int w = 0; w < WORDS; w++) {
+    const u32 from = at ^ ((chunk * WORDS + w) * 16);
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++)
+      words[lower][w] = __byte_perm(shared_2(from + lower * apart), shared_2(from + lower * apart + 8), 0x5140);
+  }
+}
+
+// [step of 16 columns][as the tensor cores want them].
+INLINE void widen(u32 (&rows)[4][4], const u32 (&words)[2][WORDS], const u32 (&more)[2][2]) {
+#pragma unroll
+  for (int lower = 0; lower < 2; lower++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#if KIND == FLOAT4
+      // As `widen_four`, with the shift by four in the product.
+      constexpr u32 KEPT = 0x81c081c0u;
+      const u32 by = k < 2 ? 0x1040u : 0x0104u, mask = k < 2 ? 0x000f000fu : 0x00f000f0u;
+      const u32 stored = words[lower][k % WORDS], factor = SCALED_ONCE ? more[lower][k / 2] : 0x7e807e80u;
+      rows[k][lower] = times_plus(((stored & mask) * by) & KEPT, factor, 0x80008000u);
+      rows[k][2 + lower] = times_plus((((stored >> 8) & mask) * by) & KEPT, factor, 0x80008000u);
+#else
+      const u32 word = words[lower][k % WORDS];
+      widen_four(HALF_BYTES ? word >> (k / 2 * 4) : word, more[lower][0], rows[k][lower], rows[k][2 + lower]);
+#endif
+    }
+}
+
+struct Shared {
+  u32 stages, full, empty, out;
+};
+
+template <int LIVE>
+INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& shared, Turn& turn, int expert, int tile,
+                          const int* owners) {
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, q = lane % 4;
+  const int first = HALVES == 2 ? 32 * group + 8 * warp + lane / 4 : 64 * group + 16 * warp + lane / 4;
+  const int swizzle = HALF_BYTES ? first / 2 % 4 : first % 8;
+  const u32 codes_at = TOKEN_BYTES + first * W_ROW_BYTES + swizzle * 16 + 2 * q;
+  const u32 scales_at = TOKEN_BYTES + HALVES * W_BOX + 2 * first;
+  constexpr u32 CODES_APART = HALVES == 2 ? W_BOX : 8 * W_ROW_BYTES, SCALES_APART = HALVES == 2 ? SCALE_BOX : 16;
+  const int n = tile * HALF_ROWS + first;  // of a half
+  const i64 above = (i64)expert * (HALVES * work.rows);
+  const i64 rows_of[2] = {above + n, above + n + (HALVES == 2 ? work.rows : 8)};
+  const bool is_real[2] = {n < work.rows, n + (HALVES == 2 ? 0 : 8) < work.rows};
+
+  float bias[2] = {}, last[2] = {};
+  Besides besides;
+  const i64 known[2] = {is_real[0] ? rows_of[0] : above, is_real[1] ? rows_of[1] : above};
+#pragma unroll
+  for (int lower = 0; lower < 2; lower++) {
+    last[lower] = (1.0f / LEFT) * coded.last_scale(known[lower]);
+    if (BIAS) bias[lower] = low(__ldg(work.bias + known[lower]));
+  }
+  besides.load(coded, known, 0);
+
+  float d[LIVE / 2], sums[SUMMED_TWICE ? LIVE / 2 : 1];
+#pragma unroll
+  for (int i = 0; i < (SUMMED_TWICE ? LIVE / 2 : 1); i++) sums[i] = 0.0f;
+  u32 rows[2][4][4];
+  int before = 0;
+#pragma unroll 1
+  for (int step = 0; step < work.boxes; step++) {
+    const u32 from = shared.stages + turn.slot * STAGE_BYTES;
+    const Besides now = besides;
+    if (SUMMED_TWICE && step + 1 < work.boxes) besides.load(coded, known, step + 1);
+    barrier_wait(shared.full + 8 * turn.slot, turn.parity);
+    u32 words[2][2][WORDS], more[2][2][2];
+    const auto load = [&](int chunk) {
+      load_words(words[chunk], from + codes_at, CODES_APART, chunk);
+#pragma unroll
+      for (int lower = 0; lower < 2; lower++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          more[chunk][lower][half] =
+              STAGED ? scale_and_bias(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
+                     : now.zeros[lower];
+    };
+    load(0);
+    if (AHEAD) load(1);
+#pragma unroll
+    for (int chunk = 0; chunk < 2; chunk++) {
+      if (!AHEAD && chunk == 1) load(1);
+      widen(rows[chunk], words[chunk], more[chunk]);
+      const u64 tokens = operand(from + chunk * X_BOX);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < 4; k++) product_of(d, rows[chunk][k], tokens + 2 * k, chunk | k | (SUMMED_TWICE ? 0 : step));
+      products_commit();
+      if (!SUMMED_TWICE) {
+        products_wait<1>();
+        settled(rows[chunk ^ 1]);
+        if (chunk == 0 && step > 0 && lane == 0) barrier_arrive(shared.empty + 8 * before);
+      }
+    }
+    if (SUMMED_TWICE) {
+      products_wait<0>();
+      settled(d);
+      settled(rows[0]);
+      settled(rows[1]);
+      if (lane == 0) barrier_arrive(shared.empty + 8 * turn.slot);
+#pragma unroll
+      for (int i = 0; i < LIVE / 2; i++) sums[SUMMED_TWICE ? i : 0] += d[i] * now.scales[i / 2 % 2];
+    }
+    before = turn.slot;
+    turn.next();
+  }
+  if (!SUMMED_TWICE) {
+    products_wait<0>();
+    settled(d);
+    settled(rows[1]);
+    if (lane == 0) barrier_arrive(shared.empty + 8 * before);
+  }
+
+  // A token's results lie together on their way to memory.
+  const auto value = [&](int i) {
+    const int lower = i / 2 % 2;
+    float found = (SUMMED_TWICE ? sums[SUMMED_TWICE ? i : 0] : d[i]) * last[lower];
+    // Rounded as it would be if it were stored.
+    if (HALVES > 1) found = rounded(found);
+    if (BIAS) found += bias[lower];
+    return BIAS && HALVES > 1 ? rounded(found) : found;
+  };
+  const u32 out = shared.out + group * OUT_BYTES;
+#pragma unroll
+  for (int begin = 0; begin < LIVE; begin += OUT_TOKENS) {
+    meet(1 + group, 128);  // what lay there has been stored
+#pragma unroll
+    for (int t = 0; t < OUT_TOKENS && begin + t < LIVE; t += 16) {
+      const int i = (begin + t) / 2;  // four sums of each eight tokens
+      if (HALVES == 2) {
+        u32 two[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          two[j] = both(gated(value(i + 4 * j), value(i + 4 * j + 2), work), gated(value(i + 4 * j + 1), value(i + 4 * j + 3), work));
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                         out + (t + lane % 16) * OUT_PITCH + 16 * warp), "r"(two[0]), "r"(two[1]) : "memory");
+      } else {
+        u32 four[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) four[j] = both(value(i + 2 * j), value(i + 2 * j + 1));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         out + (t + lane / 16 * 8 + lane % 8) * OUT_PITCH + 32 * warp + lane / 8 % 2 * 16),
+                     "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3]) : "memory");
+      }
+    }
+    meet(1 + group, 128);
+    for (int at = threadIdx.x % 128; at < OUT_TOKENS * OUT_SEGMENTS; at += 128) {
+      const int token = at / OUT_SEGMENTS, segment = at % OUT_SEGMENTS;
+      const int to = tile * HALF_ROWS + group * (64 / HALVES) + 8 * segment;
+      if (begin + token >= LIVE) break;
+      const int owner = owners[begin + token];
+      if (owner >= work.num_pairs || to >= work.rows) continue;
+      *(uint4*)(work.out + (i64)owner * work.rows + to) = shared_16(out + token * OUT_PITCH + 16 * segment);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
+    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales, const __grid_constant__ Coded coded,
+    const __grid_constant__ Work work) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[2 * STAGES];
+  __shared__ int owners[2][GROUPS_OF_WARPS][BLOCK_T];
+  __shared__ int sources[2][BLOCK_T];
+  __shared__ int num_real;
+  const u32 base = (u32)__cvta_generic_to_shared(memory);
+  Shared shared;
+  shared.stages = (base + 1023) & ~1023u;
+  shared.out = shared.stages + STAGES * STAGE_BYTES;
+  shared.full = (u32)__cvta_generic_to_shared(barriers);
+  shared.empty = shared.full + 8 * STAGES;
+  if (EARLY) let_kernel_after_start();
+  if (threadIdx.x == 0) {
+    num_real = 0;
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(shared.full + 8 * i, 1 + GATHERERS / 32);
+      barrier_init(shared.empty + 8 * i, CONSUMERS / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (!EARLY) {
+    wait_for_kernel_before();
+    let_kernel_after_start();  // the kernel after this one may read the choice at once
+  }
+  for (int i = threadIdx.x; i < work.num_batches; i += THREADS)
+    if ((u32)__ldcg(work.batch_expert + i) < (u32)work.experts) atomicMax(&num_real, i + 1);
+  __syncthreads();
+  const int tiles = (work.rows + HALF_ROWS - 1) / HALF_ROWS, items = num_real * tiles;
+  Turn turn;
+
+  if (threadIdx.x >= CONSUMERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHING));
+    int filled = 0;
+    if (threadIdx.x >= CONSUMERS + GATHERERS) {
+      if (threadIdx.x > CONSUMERS + GATHERERS) return;
+      for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int row = __ldcg(work.batch_expert + item / tiles) * (HALVES * work.rows) + item % tiles * HALF_ROWS;
+        for (int step = 0; step < work.boxes; step++) {
+          if (filled >= STAGES) barrier_wait(shared.empty + 8 * turn.slot, turn.parity ^ 1);
+          const u32 to = shared.stages + turn.slot * STAGE_BYTES + TOKEN_BYTES, barrier = shared.full + 8 * turn.slot;
+          barrier_expect(barrier, FETCHED);
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            const int first = row + half * work.rows;
+            fetch(to + half * W_BOX, weight, step * W_ROW_BYTES, first, barrier);
+            if (STAGED) fetch(to + HALVES * W_BOX + half * SCALE_BOX, scales, first, 4 * step, barrier);
+          }
+          filled++;
+          turn.next();
+        }
+      }
+      return;
+    }
+
+    if (EARLY) wait_for_kernel_before();
+    const int thread = threadIdx.x - CONSUMERS, chunk = thread % 16, lane = threadIdx.x % 32;
+    Turn announced;
+    const auto announce = [&] {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared.full + 8 * announced.slot);
+      announced.next();
+    };
+    int place = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, place ^= 1) {
+      const int* const pairs = work.pairs + (i64)(item / tiles) * BLOCK_T;
+      const int tokens = multiplied(live_pairs(work, pairs));
+      int* const source = sources[place];  // the other one may still be read
+      for (int i = thread; i < BLOCK_T; i += GATHERERS) {
+        const int pair = __ldcg(pairs + i);
+        source[i] = pair < work.num_pairs ? pair / work.per_token : -1;
+      }
+      meet(8, GATHERERS);
+      for (int step = 0; step < work.boxes; step++) {
+        if (filled >= STAGES) barrier_wait(shared.empty + 8 * turn.slot, turn.parity ^ 1);
+        const int column = step * 128 + chunk * 8;
+        const u32 to = shared.stages + turn.slot * STAGE_BYTES + chunk / 8 * X_BOX;
+        const bool inside = column < work.depth;
+#pragma unroll 4
+        for (int token = thread / 16; token < tokens; token += GATHERERS / 16) {
+          const int from = source[token], bytes = inside && from >= 0 ? 16 : 0;
+          const u16* x = bytes ? work.x + from * work.x_stride + column : work.x;
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + token * ROW_BYTES + ((chunk ^ token) % 8) * 16),
+                       "l"(x), "r"(bytes) : "memory");
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        turn.next();
+        if (++filled > LAG) {
+          asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+          announce();
+        }
+      }
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    for (int left = min(filled, LAG); left > 0; left--) announce();
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
+  if (EARLY) wait_for_kernel_before();
+  int place = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x, place ^= 1) {
+    const int batch = item / tiles, tile = item % tiles, expert = __ldcg(work.batch_expert + batch);
+    const int* const pairs = work.pairs + (i64)batch * BLOCK_T;
+    const int tokens = multiplied(live_pairs(work, pairs));
+    int* const owned = owners[place][threadIdx.x / 128];  // the other one may still be read
+    if (threadIdx.x % 128 < BLOCK_T) owned[threadIdx.x % 128] = __ldcg(pairs + threadIdx.x % 128);
+    if (BLOCK_T == 64 && tokens == BLOCK_T / 4)
+      multiply_item<(BLOCK_T == 64 ? BLOCK_T / 4 : BLOCK_T)>(work, coded, shared, turn, expert, tile, owned);
+    else if (HALVED && tokens == BLOCK_T / 2)
+      multiply_item<(HALVED ? BLOCK_T / 2 : BLOCK_T)>(work, coded, shared, turn, expert, tile, owned);
+    else
+      multiply_item<BLOCK_T>(work, coded, shared, turn, expert, tile, owned);
+  }
+}

@@ -1,0 +1,118 @@
+"""The door of the Hopper kernel for experts in codes in tiles, without a device: whom it serves, what a launch is given, and
+how it takes codes apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bough.config.model_facts import ClampedGate
+from bough.kernels.codes_source import CodeForm
+from bough.kernels.moe.triton import Sorted
+from bough.kernels.packed_linear.codes import Codes
+from bough.kernels.packed_linear.decode import DeviceCodes, lay_out
+from bough.kernels.packed_moe import tiles_hopper
+from bough.kernels.packed_moe.tiles_hopper import Tile, TiledProduct
+
+EXPERTS, WIDTH, INNER = 4, 576, 288
+
+
+def stacked(rows: int, cols: int) -> DeviceCodes:
+    rows *= EXPERTS
+    scales = torch.ones(rows, cols // 32, dtype=torch.bfloat16)
+    made = lay_out(Codes("float4", torch.zeros(rows, cols, dtype=torch.uint8), scales, 32))
+    assert made is not None
+    return made
+
+
+class Kernel:
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, Any]] = []
+
+    def launch(self, blocks: int, arguments: Any, stream: int) -> None:
+        self.launches.append((blocks, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(tiles_hopper, "_kernel", lambda *given: made)
+    monkeypatch.setattr(tiles_hopper, "_is_ready", lambda *_: True)
+    monkeypatch.setattr(tiles_hopper, "num_sms", lambda _: 132)
+    monkeypatch.setattr(
+        tiles_hopper, "tensor_map", lambda matrix, rows, columns, swizzled=False: (matrix, rows, columns, swizzled)
+    )
+    monkeypatch.setattr(tiles_hopper, "current_stream", lambda _: 0)
+    return made
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    ("per_expert", "activation", "dtype", "taken"),
+    [
+        (1, "silu", torch.bfloat16, False),
+        (40, "silu", torch.bfloat16, True),
+        (40, "gelu_tanh", torch.bfloat16, False),
+        (40, "silu", torch.float16, False),
+    ],
+)
+def test_whom_it_serves(per_expert: int, activation: str, dtype: torch.dtype, taken: bool) -> None:
+    x = torch.zeros(4, WIDTH, dtype=dtype)
+    gate_up, down = stacked(2 * INNER, WIDTH), stacked(WIDTH, INNER)
+    pairs = EXPERTS * per_expert
+    assert tiles_hopper.suits(x, gate_up, down, EXPERTS, pairs, activation, None, has_bias=False) is taken
+
+
+@pytest.mark.parametrize(("halves", "blocks"), [(2, 5 * 3), (1, 5 * 3)])
+def test_a_launch_covers_all_rows(halves: int, blocks: int, kernel: Kernel) -> None:
+    """288 rows of a half are three tiles of 96; 576 are three of 192. 576 columns end within a box of 128."""
+    rows = INNER if halves == 2 else 2 * INNER
+    weight = stacked(halves * rows, WIDTH)
+    x, out = torch.zeros(2, WIDTH, dtype=torch.bfloat16), torch.zeros(6, rows, dtype=torch.bfloat16)
+    order = Sorted(torch.zeros(160, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), 5, EXPERTS)
+    clamp = ClampedGate(alpha=1.5, limit=7.0) if halves == 2 else None
+    tiles_hopper.product(x, weight, out, order, tile=Tile(32, 3), per_token=3, halves=halves, clamp=clamp)
+    ((launched, (codes, scales, coded, work)),) = kernel.launches
+    assert launched == blocks
+    assert (codes[0] is weight.codes, codes[1:]) == (True, (192 // halves, 64, True))
+    assert (scales[0] is weight.scales, scales[1:]) == (True, (4, 192 // halves, False))
+    assert (coded.width, coded.groups) == (weight.num_rows, WIDTH // 32)
+    assert (work.rows, work.depth, work.boxes, work.num_batches) == (rows, WIDTH, 5, 5)
+
+
+def test_every_tile_fits_a_multiprocessor() -> None:
+    for kind, form in (
+        ("float4", CodeForm(3, 1, 32, 1, 1)),
+        ("float8", CodeForm(1, 1, 128, 128)),
+        ("int4", CodeForm(2)),
+    ):
+        for pairs in (4, 10, 50, 1000):
+            tile = tiles_hopper.tile_for(kind, pairs, 1)
+            for halves in (1, 2):
+                if tile is None:
+                    continue
+                cut = TiledProduct(tile, halves, form)
+                lists = 4 * (2 + 2 * tile.groups) * tile.tokens + 16 * cut.stages + 16
+                assert cut.shared_bytes + lists <= 227 << 10
+                assert 0 < cut.lag < cut.stages
+
+
+def test_one_product_moves_a_code_to_where_bfloat16_has_its_bits() -> None:
+    """As the kernel does it, of all codes of 4 bits at all their places in a word."""
+    meant = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    meant = torch.cat((meant, -meant))
+    for low in range(16):
+        for high in range(16):
+            for nibble, (shift, mask, factor) in enumerate(
+                ((0, 0x000F000F, 0x1040), (0, 0x00F000F0, 0x0104), (8, 0x000F000F, 0x1040), (8, 0x00F000F0, 0x0104))
+            ):
+                others = 0xFFFFFFFF ^ ((0x000F000F << 4 * nibble) & 0xFFFFFFFF)
+                word = others | (low << 4 * nibble) | (high << (16 + 4 * nibble))
+                moved = (((word >> shift) & mask) * factor) & 0x81C081C0
+                bits = torch.tensor([moved & 0xFFFF, moved >> 16], dtype=torch.int32).to(torch.uint16)
+                found = bits.view(torch.bfloat16).double() * 2.0**126
+                assert found.tolist() == meant[[low, high]].double().tolist()
