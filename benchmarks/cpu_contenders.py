@@ -20,7 +20,7 @@ from typing import Any
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], None]
-"""Generates exactly so many tokens, greedily, for each prompt, all prompts at once."""
+"""Generates exactly the given number of tokens, greedily, for each prompt, all prompts at once."""
 
 SINGLE_IN, SINGLE_OUT = 128, 128
 PREFILL = 1024

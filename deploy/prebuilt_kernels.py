@@ -62,10 +62,10 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def check_portable(library: Path) -> None:
     """Raises RuntimeError if `library` needs more than the tag promises."""
-    told = subprocess.run(["readelf", "-dVW", str(library)], capture_output=True, text=True, check=True).stdout
-    if foreign := set(re.findall(r"\(NEEDED\).*\[(.+)\]", told)) - ALLOWED:
+    listing = subprocess.run(["readelf", "-dVW", str(library)], capture_output=True, text=True, check=True).stdout
+    if foreign := set(re.findall(r"\(NEEDED\).*\[(.+)\]", listing)) - ALLOWED:
         raise RuntimeError(f"{library.name} needs {', '.join(sorted(foreign))}, which not every Linux system has")
-    for family, number in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", told):
+    for family, number in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", listing):
         if tuple(map(int, number.split("."))) > MOST[family]:
             raise RuntimeError(f"{library.name} needs {family}_{number}, newer than {TAG} promises")
 

@@ -1,4 +1,4 @@
-"""What mkdocs is told while it builds the site."""
+"""Hooks that mkdocs calls while it builds the site."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def main() -> None:
 
 def _main_grammar(options: argparse.Namespace) -> None:
     if options.device_ms < 0 or options.queueing_us < 0:
-        raise ConfigError(what="times must not be negative", why="the device waits for nobody")
+        raise ConfigError(what="times must not be negative", why="no device takes less than no time")
     checkpoint = open_checkpoint(options.model, load_format="dummy")
     vocab_size = checkpoint.vocab
     grammars = Grammars(

@@ -7,7 +7,7 @@
 Five programs: `fork-join` (one context, several branches, their texts together, one answer over all), `tree-of-thought`
 (thoughts about one context, rated, the best kept), `judge` (remarks from several sides, a verdict on each),
 `few-shot-choices` (questions behind the same examples, answered by the likeliest of given choices) and `few-shot`
-(answered in the model's words). The plain side sends everything at once with asyncio. Told for both: wall time, prompt
+(answered in the model's words). The plain side sends everything at once with asyncio. Reported for both: wall time, prompt
 tokens computed, and the share found in the cache. Turns alternate, each on an empty cache; medians are shown.
 """
 

@@ -79,9 +79,9 @@ class EvictionOffer(NamedTuple):
 
     node: Node
     kind: int
-    """`LEAF`, or the window whose pages they are..."""
+    """`LEAF`, or the index of the window whose pages they are."""
     is_warm: bool
-    """...all of them, or those alone that no match is likely to need."""
+    """Whether all of the node's pages are meant, or only those that no match is likely to need."""
 
 
 class Offers:

@@ -51,9 +51,9 @@ class FixedPages:
         self.num_evictable = 0
         """Pages of content that no row reads."""
         self.num_cached = 0
-        """Pages of content that can be found..."""
+        """Pages of content that a lookup can find."""
         self.num_detached = 0
-        """...and of what can't, but is held."""
+        """Pages of content that no lookup can find but that rows hold."""
 
     def find(self, key: bytes) -> FixedContent | None:
         """Changes nothing."""

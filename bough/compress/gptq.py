@@ -29,7 +29,7 @@ def rounded_in_turn(weight_OD: Tensor, gram_DD: Tensor, grid: Grid) -> Tensor:
     weight[:, diagonal[order] == 0] = 0  # no input was ever seen there
     inverse = _inverse_root(gram_DD[order][:, order])
     if inverse is None:
-        _log.warning("a layer's inputs can't be told apart: its weights are rounded to the nearest")
+        _log.warning("the Gram matrix of a layer's inputs is singular: its weights are rounded to the nearest code")
         return grid.rounded(weight_OD)
     out = torch.empty_like(weight)
     num_cols, top = weight.shape[1], (1 << grid.bits) - 1

@@ -29,9 +29,9 @@ class HearingFacts:
     rate: int
     """Samples a second."""
     window: int
-    """Samples of a frame's spectrum..."""
+    """Samples that the spectrum of one frame is computed from."""
     hop: int
-    """...and how far frames are apart."""
+    """Samples between the beginnings of two frames."""
 
     @property
     def frames(self) -> int:

@@ -23,9 +23,9 @@ class ExpertPlan:
     redundant: int = 0
     """Slots beyond one per expert."""
     moves: bool = False
-    """Experts may be moved between slots later on..."""
+    """Whether experts may be moved between slots later on."""
     records: bool = False
-    """...and tokens are counted by expert."""
+    """Whether the tokens of each expert are counted."""
     slots: tuple[tuple[int, ...], ...] | None = None
     """Expert of each slot, by mixture layer; None: slot i holds expert i, and further slots begin again at 0."""
 

@@ -37,9 +37,9 @@ class KvPlan:
     draft_values: int = 0
     """Of `values_per_token`, those of what drafts."""
     vectors_per_token: int = 0
-    """Heads' keys and heads' values that a page holds, for each token of a column, on the rank where they are most..."""
+    """Keys and values of single heads that a page holds per token of a column, on the rank that has most of them."""
     even_vectors: bool = True
-    """...and whether pages of all lines hold equally many."""
+    """Whether pages of all lines hold the same number of them."""
 
 
 def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: int) -> KvPlan:

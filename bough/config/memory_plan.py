@@ -46,9 +46,9 @@ class PlanFacts:
     kv_bytes_per_token: int
     """In all lines of the KV cache."""
     groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
-    """What is kept of tokens, and for how long..."""
+    """What is kept of tokens, and for how long."""
     kv_note: str = ""
-    """...and why it is more than layers need; empty: it is not."""
+    """Why `groups` keep more than the layers need; empty: they don't."""
     activation_bytes: int
     """At the largest step."""
     step_tokens: int

@@ -70,9 +70,9 @@ class Gqa:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Width of a head's query and key..."""
+    """Width of a head's query and key."""
     v_dim: int | None = None
-    """...and of its value; None: the same."""
+    """Width of a head's value; None: `head_dim`."""
     scale: float
     """Multiplies the scores."""
     window: int | None = None
@@ -190,9 +190,9 @@ class Mla:
     kv_rank: int
     """Width of a latent."""
     nope_dim: int
-    """Width of the part of a head's query and key that is not rotated..."""
+    """Width of the part of a head's query and key that is not rotated."""
     rope_dim: int
-    """...and of the part that is."""
+    """Width of the part that is rotated."""
     v_dim: int
     """Width of a head's value."""
     scale: float
@@ -342,9 +342,9 @@ class Scored:
     """A learned bias [E] ("row": [1, E]) is added to decide which experts are chosen; their weights are without it."""
     groups: int = 1
     kept_groups: int = 1
-    """Only experts of the `kept_groups` best groups of neighbours can be chosen..."""
+    """Experts are chosen only from the `kept_groups` best of `groups` groups of neighbouring experts."""
     group_by: Literal["best", "best two"] = "best two"
-    """...groups being compared by their best score, or the sum of their best two."""
+    """The score of a group: that of its best expert, or the sum of its best two."""
     least_sum: float = 0.0
     """Weights are divided by their sum, or by this if it is larger."""
     margin: float = 0.0
@@ -449,9 +449,9 @@ class LearnedPositions:
     """A table of vectors that are added to embeddings by position."""
 
     num_positions: int
-    """Rows of the table..."""
+    """Rows of the table of learned positions."""
     first: int = 0
-    """...and the one that a text's first token takes."""
+    """The row that a text's first token takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ class OmniHearing:
     seconds: float
     """Of a sound, at most."""
     chunk: int
-    """Frames of the spectrum that convolutions see at once..."""
+    """Frames of the spectrum that one convolution sees."""
     segment: int
-    """...and those of a segment, a multiple."""
+    """Frames of a segment: a multiple of `chunk`."""
     out: int
     """Width of the language model."""
     channels: int = 0

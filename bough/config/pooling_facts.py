@@ -88,16 +88,16 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
     append_eos: bool = False
     """The tokenizer's end-of-sequence token closes every text."""
     pad_to: int = 0
-    """Texts are filled up to this many tokens, which all count (SigLIP); 0: they are as long as they are..."""
+    """Tokens that every text is padded to, padding included in the result (SigLIP); 0: no padding."""
     pad_id: int = 0
-    """...with this one..."""
+    """The token that texts are padded with."""
     pad_left: bool = False
-    """...before them, not behind."""
+    """Whether padding comes before the text."""
     spelling: Spelling = "own"
     media: tuple[MediaKind, ...] = ()
-    """What an input may have beside text..."""
+    """Kinds of media that an input may have."""
     apart: bool = False
-    """...or rather in place of it: an input is a text or an image, never both."""
+    """Whether an input is either a text or a medium, never both."""
 
     def legal_dimensions(self) -> str:
         """For an error message."""

@@ -81,9 +81,9 @@ class ModelPlanFacts:
     table_values: int = 0
     """Values for each position in tables of rotary positions, which every rank has in float32."""
     state_layer_values: int = 0
-    """Of these, values of the largest layer..."""
+    """Of these, values of the largest layer."""
     draft_values: int = 0
-    """...and what such layers keep of a draft until it is known to be right."""
+    """Values that layers with a state keep per draft until it is known to be right."""
     tapped_values: int = 0
     """Values of a token that are kept beside the stream, for what drafts from them."""
     most_draft_steps: int | None = None

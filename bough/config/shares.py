@@ -27,9 +27,10 @@ from bough.core.errors import ConfigError
 
 _COARSEST_CUT = 64
 """A dimension that does not divide is cut at multiples of this, or of a smaller power of two, which kernels and quantised
-blocks prefer..."""
+blocks prefer."""
 _CUTS_PER_RANK = 8
-"""...as long as each rank gets about this many pieces or more, so that none has 1/8 more than another."""
+"""Pieces that each rank should get at least: with fewer, a smaller cut is taken, so that no rank has more than about 1/8
+more than another."""
 
 
 def cut(total: int, size: int, rank: int, what: str, flag: str = "--tp-size") -> slice:

@@ -38,9 +38,9 @@ class Mamba2(KeepsState):
     head_dim: int
     """Inputs of a head."""
     num_groups: int
-    """Heads of a group, which are neighbours, share the vectors B and C..."""
+    """Groups of neighbouring heads; the heads of a group share the vectors B and C."""
     state_dim: int
-    """...of this width."""
+    """Width of the vectors B and C."""
     conv_width: int
     """Tokens that the convolution sees, a token's own included."""
     conv_bias: bool = True

@@ -31,9 +31,9 @@ class Hardware:
     memory_bytes: int
     read_bytes_s: float
     operations_s: float
-    """Of matrix products in bfloat16..."""
+    """Operations a second of matrix products in bfloat16."""
     fp8_operations_s: float
-    """...and in FP8."""
+    """Operations a second of matrix products in FP8."""
     link_bytes_s: float
     """To the other GPUs of a machine, in one direction."""
     net_bytes_s: float
@@ -86,13 +86,13 @@ class Constants:
     row_s: float = 1.02e-6
     """Of sampling, per row."""
     eager_layer_s: float = 100e-6
-    """Of launches, in each layer of a step that is too large for a graph..."""
+    """Seconds of launches per layer of a step that has more tokens than `graph_tokens`."""
     graph_tokens: int = 512
-    """...that is, of more tokens than this; products hide them from about four times as many on."""
+    """Tokens of the largest step that runs as a graph. From about four times as many on, products hide the launches."""
     link_s: float = 8e-6
-    """A collective within a machine, at least..."""
+    """Seconds of a collective within a machine, at least."""
     net_s: float = 25e-6
-    """...and between machines."""
+    """Seconds of a collective between machines, at least."""
     imbalance: float = 1.2
     """What the busiest rank has to do with experts, against the mean."""
 

@@ -48,9 +48,9 @@ class VitFacts:
 
     block: TowerBlockFacts
     depth: int
-    """Blocks that the checkpoint has..."""
+    """Blocks that the checkpoint has."""
     used: int
-    """...and those that are computed: features are taken behind them."""
+    """Blocks that are computed: features are the output of the last of them."""
     patch: int
     side: int
     """Patches along a side of a tile."""

@@ -31,9 +31,9 @@ class Window:
     """Of a request, the last tokens are kept: those that a query to come can see."""
 
     tokens: int
-    """How many a query sees, its own included..."""
+    """Tokens that a query sees, its own included."""
     chunked: bool = False
-    """...or: it sees those since the last multiple of `tokens`."""
+    """If true, a query sees the tokens since the last multiple of `tokens` instead."""
 
     @property
     def summary(self) -> str:
@@ -107,9 +107,9 @@ class KvLayout:
     page_size: int
     """Tokens of a column."""
     column_pages: int = field(init=False)
-    """Pages of a column, in all lines that hold tokens..."""
+    """Pages of a column, in all lines that hold tokens."""
     growing_pages: int = field(init=False)
-    """...and how many of them, the first ones, are of groups that grow."""
+    """Of `column_pages`, those of groups that grow, which come first."""
     windows: tuple[WindowPages, ...] = field(init=False)
     fixed_pages: int = field(init=False)
     """Pages of a column of media, in all lines whose content is fixed; 0: there are none."""

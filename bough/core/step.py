@@ -155,29 +155,30 @@ class StepMedia(Struct, kw_only=True):
 
     encode: list[Encode] = []
     at: I32 = _no_rows()
-    """Tokens of the step (places in `Step.tokens`) whose embeddings come from the store..."""
+    """Tokens of the step (indices into `Step.tokens`) whose embeddings come from the store."""
     rows: I32 = _no_rows()
-    """...and the rows that they are in."""
+    """Rows of the store, one for each of `at`."""
     axes_at: I32 = _no_rows()
-    """Tokens of the step whose positions have axes that differ, with those around them in their rows..."""
+    """Tokens of the step whose positions have axes that differ, with those around them in their rows."""
     axes: npt.NDArray[np.int32] = np.empty((0, 0), np.int32)
-    """...and their positions, [axes, len(axes_at)]. All axes of other tokens are the KV position, plus their slot's turn."""
+    """Positions of the tokens in `axes_at`, [axes, len(axes_at)]. All axes of other tokens are the KV
+    position, plus their slot's turn."""
     turn_slots: I32 = _no_rows()
-    """Slots whose turn changes, from this step on..."""
+    """Slots whose turn changes, from this step on."""
     turns: I32 = _no_rows()
-    """...and to what: how far positions behind the media of a prompt stand from where their KV lies."""
+    """The new turns: how far positions behind the media of a prompt are from the index of their KV."""
     spans: npt.NDArray[np.int32] = np.empty((0, 4), np.int32)
     """[items, 4], where tokens of an item see each other in both directions: slot, first token in the step, first position,
     tokens."""
 
     fixed_slots: I32 = _no_rows()
-    """Slots whose cross attention reads other media than before, from this step on..."""
+    """Slots whose cross attention reads other media than before, from this step on."""
     fixed_lengths: I32 = _no_rows()
-    """...and the positions that those have; 0: there are none."""
+    """Positions that the media of each of `fixed_slots` have; 0: there are none."""
     fixed_rows: I32 = _no_rows()
-    """Rows of the store whose keys and values every layer with cross attention writes in this step..."""
+    """Rows of the store whose keys and values every layer with cross attention writes in this step."""
     fixed_at: npt.NDArray[np.int64] = np.empty((0, 0), np.int64)
-    """...and where, [lines of media, len(fixed_rows)]: `page * page size + offset` of the line."""
+    """Where they are written, [lines of media, len(fixed_rows)]: `page * page size + offset` of the line."""
     sights: npt.NDArray[np.int32] = np.empty((0, 5), np.int32)
     """[runs, 5], where tokens of prompts read other media of their slot than its answer will: slot, the first column of
     media that they read, positions, first token in the step, tokens."""
@@ -187,15 +188,15 @@ class StepStates(Struct, kw_only=True):
     """Where states come from and go, in models with layers that keep one. Places of snapshots count from 1 on."""
 
     load_slots: I32 = _no_rows()
-    """Slots whose state is loaded before the forward pass..."""
+    """Slots whose state is loaded before the forward pass."""
     load_from: I32 = _no_rows()
-    """...and from where; 0: their rows begin."""
+    """Where the states of `load_slots` are loaded from; 0: the row begins, with an empty state."""
     save_rows: I32 = _no_rows()
-    """Rows of the step whose state is saved, in ascending order..."""
+    """Rows of the step whose state is saved, in ascending order."""
     save_after: I32 = _no_rows()
-    """...behind how many of their query tokens, ascending in each row..."""
+    """Query tokens of the row after which its state is saved, ascending in each row."""
     save_to: I32 = _no_rows()
-    """...and where."""
+    """Where the states of `save_rows` are saved."""
 
 
 class Step(Struct, kw_only=True):
@@ -215,9 +216,9 @@ class Step(Struct, kw_only=True):
     """Per decode row: how many of its query tokens, the last ones, are drafts. Empty: the step has none."""
     table_at: I64
     """Page-table writes, made before the forward pass: flat positions `(line * (num_slots + 1) + slot) * pages_per_slot +
-    column`, because each line has a spare slot..."""
+    column`, because each line has a spare slot."""
     table_pages: I32
-    """...and the pages that go there."""
+    """The pages that are written at `table_at`."""
     moves: list[KVMoves] = []
     """Token-wise KV copies, one after the other, made before everything else."""
     copy_from: I32 = _no_rows()

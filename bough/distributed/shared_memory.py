@@ -26,7 +26,7 @@ SLOT_BYTES = 1 << 22
 """Of a rank's slot. What is longer goes through it in parts."""
 _MAIL_BYTES = 1 << 20
 _MAIL_PARTS = 8
-"""What one rank can send another before that takes it: so many parts of so many bytes."""
+"""The mailbox between two ranks: its capacity in bytes and in parts, sent but not yet received."""
 _TWO_SHOT_BYTES = 1 << 17
 """With more than two ranks, from this size on each sums a part for all, instead of every rank the whole."""
 _PLACE_BYTES = 64
@@ -277,7 +277,7 @@ class SharedMemoryCollectives:
         self._meet("all_reduce")
         bounds = [count * rank // self._size for rank in range(self._size + 1)]
         low, high = bounds[self._rank] * item, bounds[self._rank + 1] * item
-        # Nobody else reads this part of this rank's slot before the sum is in it.
+        # No other rank reads this part of this rank's slot before the sum is in it.
         self._add_up(dtype, slots + low, slots + self._rank * SLOT_BYTES + low, (high - low) // item, item)
         self._meet("all_reduce")
         for rank in range(self._size):

@@ -21,9 +21,9 @@ from bough.platform import DeviceFacts
 
 PROMPT_TOKENS: Final = 1000
 OUTPUT_TOKENS: Final = 200
-"""Of the requests by which ways are compared..."""
+"""Of the requests by which ways are compared."""
 ROWS: Final = 64
-"""...of which so many run at once on each scheduler, if their KV fits."""
+"""Requests of that kind that run at once on each scheduler, if their KV fits."""
 _ALIKE: Final = 0.97
 """Ways that reach this part of the fastest are as good as it: of them, that with the most room for KV is taken."""
 

@@ -40,7 +40,7 @@ class Profiler:
         return self._start(message) if message.start else self._stop()
 
     def look(self, steps: int) -> None:
-        """So many steps have settled."""
+        """Counts `steps` settled steps."""
         self._steps = steps
         if self._active is not None and steps - self._begun_at >= self._wanted:
             self._finish()

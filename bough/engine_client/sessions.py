@@ -54,9 +54,10 @@ class SessionTurn:
     output: list[bytes] = field(default_factory=list)
     running: bool = True
     items: tuple[MediaItem, ...] = ()
-    """The prompt's media..."""
+    """The prompt's media."""
     prepared: tuple[Prepared, ...] = ()
-    """...and what they were prepared as. They are not held: a request that goes on finds them, or not."""
+    """What `items` were prepared as. Not held in the cache: a request that continues the session may have to prepare them
+    again."""
 
     def add(self, tokens: bytes) -> None:
         """More of its answer."""

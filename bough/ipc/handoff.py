@@ -44,7 +44,7 @@ class Launch(Struct, frozen=True, kw_only=True):
     """Listening sockets that API workers inherit."""
     num_api_workers: int = 1
     generation: int = 0
-    """Of the group of ranks: how ranks of an earlier start are told apart."""
+    """Number of this start of the group of ranks, by which messages from ranks of an earlier start are recognised."""
 
     @property
     def endpoints(self) -> Endpoints:

@@ -228,7 +228,7 @@ _IN_ORDER = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_SERIALIZATION, b"", (0,)))
 
 @lru_cache(maxsize=4096)
 def _config(blocks: int, threads: int, shared_bytes: int, stream: int, early: bool) -> _LaunchConfig:
-    """Kept, since a launch takes no longer than making one. Nobody may change it."""
+    """Kept, since a launch takes no longer than making one. Callers must not change it."""
     return _LaunchConfig((blocks, 1, 1), (threads, 1, 1), shared_bytes, stream, _EARLY if early else _IN_ORDER, 1)
 
 

@@ -54,14 +54,14 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 
 
 _ALIGNMENT = 16
-"""Bytes: Triton compiles a kernel one way for a pointer to a multiple of so many, and another way for others."""
+"""Bytes: Triton compiles one form of a kernel for pointers to a multiple of this, and another for the rest."""
 
 _MOST_COUNT = 2**31 - 1
 """Triton compiles a kernel one way for integers of 32 bits, and another way for larger ones."""
 
 
 class Launcher:
-    """Launches a kernel whose parameters are tensors, then integers, then counts (integers that Triton was told not to
+    """Launches a kernel whose parameters are tensors, then integers, then counts (integers that Triton was asked not to
     specialise it for), then floats, then constants (`tl.constexpr`).
 
     At every launch Triton finds out anew which of a kernel's compiled forms its arguments ask for, and takes longer over it
@@ -80,7 +80,7 @@ class Launcher:
         self._kernel = kernel
         self._is_short = True
         self._forms: dict[tuple[object, ...], tuple[Any, Any, Any, CompiledKernel]] = {}
-        """What launches each form, its handle and what is told of it; and the form, which would be unloaded otherwise."""
+        """Per form: its launcher, its handle, its packed metadata, and the form, which would be unloaded otherwise."""
 
     def launch(
         self,
@@ -105,10 +105,10 @@ class Launcher:
         usual = self._is_short and bits % _ALIGNMENT == 0 and (not counts or max(counts) <= _MOST_COUNT)
         form = self._forms.get(key) if usual else None
         if form is not None:
-            run, function, told, _ = form
+            run, function, metadata, _ = form
             given = (*pointers, *integers, *counts, *floats, *constants)
             try:
-                run(*grid, 1, current_stream(device), function, told, None, None, None, *given)
+                run(*grid, 1, current_stream(device), function, metadata, None, None, None, *given)
                 return
             except TypeError:  # launchers of this Triton take something else, and have launched nothing
                 self._is_short = False

@@ -71,7 +71,7 @@ def tower_of(config: Fields, tower: TowerFacts) -> TowerFacts | None:
 
 
 def deepstacked(facts: ModelFacts, layers: int) -> ModelFacts:
-    """The facts of a model that gets further features after so many of its first layers."""
+    """The facts of a model that gets further features after each of its first `layers` layers."""
     if layers >= facts.num_layers:
         raise ConfigError(
             what=f"the tower has features for {layers} layers, the model has {facts.num_layers}",

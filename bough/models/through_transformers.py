@@ -24,7 +24,7 @@ def has(architecture: str) -> bool:
 
 
 def read(fields: Fields) -> ModelFacts:
-    """The facts that memory is planned by; attention itself is told by the module. Raises `UnsupportedModel` for what
+    """The facts that memory is planned by; attention itself is read from the module. Raises `UnsupportedModel` for what
     transformers doesn't have, or what isn't made of attention layers alone."""
     architecture = fields.architecture()
     if not has(architecture):

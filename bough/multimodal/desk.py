@@ -33,7 +33,7 @@ _FETCHES = 16
 
 
 FRAMES_PER_SECOND = 2.0
-"""Of a video whose frames were taken out before, where nobody says: what most families take."""
+"""Frames a second of a video that was sent as frames, if the request does not say: what most families take."""
 _MOST = 64
 """Media of each kind that a request may have, unless --limit-mm-data-per-request says otherwise."""
 
@@ -236,7 +236,7 @@ class Desk:
             raise
 
     async def _prepared(self, work: Work, data: bytes) -> None:
-        """Returns when the medium is in the cache: prepared now, or by whoever began before."""
+        """Returns when the medium is in the cache: prepared by this call, or by an earlier one that is still at work."""
         task = self._pending.get(work.digest)
         if task is None:
             task = self._pending[work.digest] = asyncio.create_task(self._prepare(work, data))

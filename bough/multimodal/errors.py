@@ -31,6 +31,6 @@ class MediaUnsupported(MediaError):
 
 
 class MediaUnreachable(MediaError):
-    """Whoever has it does not give it, or not in time."""
+    """The host that has it does not send it, or not in time."""
 
     code = "media_unreachable"

@@ -19,7 +19,7 @@ from bough.multimodal.qwen_video import FRAME_FACTOR, VideoRules
 _LEAST: Final = 112 * 112
 _MOST: Final = 28 * 28 * 2 * 30_000
 _RATES: Final = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""Of GLM-4.6V: pairs of frames a second, of videos of at most so many seconds."""
+"""Of GLM-4.6V: (length of a video in seconds at most, pairs of frames a second)."""
 _MOST_FRAMES: Final = 640
 """Of GLM-4.6V."""
 

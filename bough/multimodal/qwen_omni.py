@@ -42,7 +42,7 @@ _SECONDS = 2400.0
 
 class QwenOmniProcessor(QwenProcessor):
     """Sounds are cut into segments, which are items of their own; their grids are frames of the spectrum. Frames of a video
-    have no timestamps between them: they stand so many positions behind the first as sounds would have."""
+    have no timestamps between them: their positions behind the first are those of sounds of the same time."""
 
     kinds = frozenset({"image", "video", "audio"})
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 _LINEAR_BELOW = 1000.0
-"""Hertz: the scale of Slaney is linear up to here..."""
+"""Hertz: the scale of Slaney is linear up to here."""
 _PER_MEL = 200.0 / 3
-"""...by so many hertz a mel, and logarithmic above."""
+"""Hertz per mel of the linear part; above it the scale is logarithmic."""
 _STEP = np.log(6.4) / 27.0
 _DYNAMIC = 8.0
 """Powers of ten below the loudest band that still count."""

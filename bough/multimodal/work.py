@@ -50,9 +50,9 @@ class Stills(Struct, frozen=True, kw_only=True):
     fps: float
     """Of the video."""
     indices: tuple[int, ...]
-    """Their numbers in the video..."""
+    """Their numbers in the video."""
     total: int
-    """...which has so many."""
+    """Frames that the video has."""
 
 
 class Work(Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class MediaResult(Struct, frozen=True, kw_only=True):
 
     processed: Processed | None = None
     error: str = ""
-    """What is wrong with the medium..."""
+    """What is wrong with the medium; empty: nothing."""
     why: str = ""
     fix: str = ""
     code: str = "media_unsupported"

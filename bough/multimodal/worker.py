@@ -113,7 +113,7 @@ def _embedded(processor: Processor, data: bytes) -> Features:
 
 
 def thinned(indices: list[int], most: int) -> list[int]:
-    """At most so many of them, at even distances."""
+    """At most `most` of the indices, at even distances."""
     if len(indices) <= most:
         return indices
     return [indices[at] for at in np.linspace(0, len(indices) - 1, most).round().astype(int)]

@@ -23,7 +23,7 @@ from bough.multimodal.work import MediaResult, MediaWorkerStart, Work, receive, 
 
 _START_LIMIT_S = 60.0
 _PATIENCE = 4
-"""On a busy machine a medium may take so many times its processor's time."""
+"""Times the CPU time of a medium that may pass on the clock, because the machine may be busy."""
 _BASE_BYTES = 256 * 2**20
 _BYTES_PER_PIXEL = 16
 """Memory of a worker: this, and for each pixel that a medium may have its decoded forms and copies."""

@@ -18,7 +18,7 @@ NAMED_FLAGS = (
 """Instruction sets that some decision depends on, in Linux's spelling."""
 
 _CORES_TO_SPARE = 4
-"""With fewer, whoever waits busily takes the core of whom it waits for."""
+"""With fewer cores, a thread that polls takes the core of the thread that it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def usable_cpus() -> int:
 
 
 def can_wait_busily() -> bool:
-    """Whether a core can be spared for a wait that is soon over. Where the cores compute, nobody should ask."""
+    """Whether a core can be spared for a wait that is soon over. Not for processes whose cores compute the model."""
     return usable_cpus() >= _CORES_TO_SPARE
 
 

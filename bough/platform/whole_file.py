@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replaces a file: whoever reads it sees the old content or the new, whoever else writes it at the same time.
+    """Replaces a file: a reader sees the old content or the new one, whole, also if others write it at the same time.
 
     Only its owner can read it. `durable`: it outlives a loss of power from here on. Raises `OSError` and leaves the old
     content, and nothing beside it.

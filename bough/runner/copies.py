@@ -13,7 +13,7 @@ from bough.runner.capture import capture
 from bough.runner.staging import Stage
 
 MOST = 16
-"""Pages that the graph copies. Those that a step does not need are page 0 onto itself, which is nobody's."""
+"""Pages that the graph copies. Those that a step does not need are page 0 onto itself, which no request uses."""
 
 
 class PageCopies:

@@ -30,7 +30,7 @@ from bough.runner.encoder import MediaTensors
 from bough.runner.inputs import StepTensors
 from bough.runner.items import StepItems
 from bough.runner.kv_scales import MeasuringAttention
-from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, nobody, sampled_rows
+from bough.runner.proposing import Bounds, Drafting, Proposer, Read, TreeDrafts, padding_rows, sampled_rows
 from bough.runner.states import StepState
 
 TAIL_SHARE = 0.25
@@ -288,7 +288,7 @@ class Forward:
         return Walked(path, chain, drawn_L[path.from_L])
 
     def reading(self, proposals: int) -> Read | None:
-        """What `hidden` is given in a step with so many proposals."""
+        """What `hidden` is given in a step with `proposals` proposals."""
         return None if self.proposer is None else Read.of(self.proposer.reads, proposals)
 
     def propose(
@@ -306,7 +306,7 @@ class Forward:
         if num_rows:
             rows = sampled_rows(state, tensors, drawn_L, num_rows, yields_R)
         else:
-            rows, count = nobody(state, tensors), 0
+            rows, count = padding_rows(state, tensors), 0
         drafts = self.proposer.propose(
             Drafting(count, read, rows, bounds, tensors, drawn_L, state, self._drafts_attention)
         )

@@ -36,7 +36,8 @@ CHEAP_TOKENS = 64
 TABLE_ROOM = 256
 """Columns that a step may write to page tables beyond two a row: those of a prompt whose beginning is cached."""
 SMALL_MIXTURE, MIXTURE_WASTE = 512, 1.25
-"""A graph of at most so many tokens serves any mixture that fits; a larger one those that have not many fewer."""
+"""A graph of at most SMALL_MIXTURE tokens serves any mixture that fits; a larger one serves mixtures of which it has at
+most MIXTURE_WASTE times the tokens."""
 WORTH_IT = 4
 """Mixed steps that no graph can serve are run eagerly this often before one is captured for them in passing."""
 

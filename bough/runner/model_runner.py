@@ -132,7 +132,7 @@ class ModelRunner:
             self.shaper.assign(setup)
             self.hidden.note(setup)
         for moves in step.moves:
-            assert self.mover is not None, "nobody joins on a runner that can't move KV"
+            assert self.mover is not None, "a runner that can't move KV gets no joins"
             self.mover.move(moves)
         stage = self._stages.take()
         if len(step.copy_from):

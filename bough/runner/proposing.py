@@ -382,7 +382,7 @@ class Drafting:
         return loc.masked_fill(nowhere, -1)
 
 
-def nobody(state: SlotState, tensors: StepTensors) -> SampledRows:
+def padding_rows(state: SlotState, tensors: StepTensors) -> SampledRows:
     """Of a step in which no row samples: one of padding."""
     zero = tensors.ids_T.new_zeros(1)
     ones = torch.ones(1, device=zero.device)

@@ -20,7 +20,7 @@ _MIXTURES = (
 
 def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
     """Steps within the limits, for a runner not in use yet. Their rows have no pages: what they write goes to page 0, which
-    nobody reads."""
+    no request reads."""
     for mixture in _MIXTURES:
         rows = [row for row in mixture if sum(row) <= limits.context_length][: limits.num_slots]
         query = np.array([row[0] for row in rows], np.int32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bough.platform.device import Device, Event
 
 ALIGN = 64
-"""Rooms, and arrays in them, begin at multiples of so many bytes: kernels are built for pointers that do."""
+"""Rooms, and arrays in them, begin at multiples of this many bytes: kernels are built for pointers that do."""
 
 
 class PinnedBuffer(NamedTuple):
@@ -44,7 +44,7 @@ class Stage:
         self._sealed = False
 
     def room(self, num_bytes: int) -> PinnedBuffer:
-        """So many bytes, holding anything: nobody else's while the stage exists."""
+        """A buffer of `num_bytes` bytes with arbitrary content, which has no other user while the stage exists."""
         block, start = self._memory.block, self._used
         if start + num_bytes > len(block.array):
             # What was handed out of the block before keeps it; torch gives it to others when the device is through with it.
@@ -74,7 +74,7 @@ class Stage:
         self._memory.done.wait()
 
     def __del__(self) -> None:
-        if self._sealed:  # otherwise a step broke off, and nobody can say when its copies are through
+        if self._sealed:  # otherwise a step broke off, and it is unknown when its copies end
             self._stages.take_back(self._memory)
 
 
@@ -87,7 +87,7 @@ class Stages:
         self._machine = machine
         self._num_bytes = num_bytes
         self._left: deque[_Memory] = deque()
-        """Of steps that nobody knows any more, the oldest first. The device may still be at work on them."""
+        """Memory of steps that are no longer referenced, the oldest first. The device may still be at work on them."""
 
     def take(self) -> Stage:
         if self._left and self._left[0].done.done():

@@ -159,7 +159,7 @@ class History:
         self.last[lines] = last
 
     def _widen(self, num_tokens: int) -> None:
-        """Keeps at least so many of every slot's last tokens. What slots in use have said before is not needed by them."""
+        """Keeps at least `num_tokens` of every slot's last tokens. Slots in use don't need what they said before."""
         more = num_tokens - self.last.shape[1]
         if more > 0:
             self.last = torch.nn.functional.pad(self.last, (more, 0), value=-1)

@@ -35,9 +35,9 @@ class MediaSight(NamedTuple):
     start: int
     """The first of these tokens."""
     column: int
-    """Where the media begin, in columns of pages of all the request's media..."""
+    """First of the media's columns, among the columns of pages of all the request's media."""
     length: int
-    """...and their positions; 0: the tokens see none."""
+    """Positions of the media; 0: the tokens see none."""
 
 
 class FixedOrder(NamedTuple):

@@ -150,9 +150,9 @@ class _Candidate(Struct):
     num_locked: int
     """Pages of both, which could be evicted before."""
     needed: int
-    """Pages for the rest of its prompt and for its expected output, and..."""
+    """Pages for the rest of its prompt and for its expected output, `media_pages` included."""
     media_pages: int = 0
-    """...those of them for media that cross attention reads, which it takes at once."""
+    """Of `needed`, pages for media that cross attention reads, which are taken at once."""
 
     @property
     def left(self) -> int:

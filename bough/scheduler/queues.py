@@ -264,11 +264,11 @@ class Counters(Struct):
     forced_tokens: int = 0
     """Of those, tokens that a grammar forced, taken without sampling."""
     draft_tokens: int = 0
-    """Drafts that were verified..."""
+    """Drafts that were verified."""
     accepted_tokens: int = 0
-    """...and those of them that were right."""
+    """Of `draft_tokens`, those that were right."""
     accepted_at: list[int] = field(default_factory=lambda: [0] * NUM_DRAFT_POSITIONS)
-    """The same by position behind the row's newest token; all further ones count at the last."""
+    """The same by position behind the row's newest token; all further positions count at the last."""
     drafted_rows: int = 0
     """Times that a row was in a step with drafts."""
     decoded_rows: int = 0

@@ -57,11 +57,11 @@ class SlotTable:
         self.out_settled: I32 = np.zeros(n, np.int32)
         self.out_limit: I32 = np.zeros(n, np.int32)
         self.num_decoded: I32 = np.zeros(n, np.int32)
-        """Steps that the row decoded in, while drafts are made; of its drafts..."""
+        """Steps that the row decoded in, while drafts are made."""
         self.num_drafts: I32 = np.zeros(n, np.int32)
-        """...how many there were..."""
+        """Drafts of the row that were verified."""
         self.num_accepted: I32 = np.zeros(n, np.int32)
-        """...and how many were right."""
+        """Of `num_drafts`, those that were right."""
         self.num_proposed: I32 = np.zeros(n, np.int32)
         """Drafts that the row's latest step leaves on the device."""
         self.min_new: I32 = np.zeros(n, np.int32)
@@ -96,9 +96,9 @@ class SlotTable:
         self.content: dict[int, FixedContent] = {}
         """The media of rows whose cross attention reads some."""
         self.snapshot: I32 = np.zeros(n, np.int32)
-        """Where a state of the row is that its steps have saved while it decoded; 0: nowhere..."""
+        """Where a state of the row is that its steps have saved while it decoded; 0: nowhere."""
         self.snapshot_at: I32 = np.zeros(n, np.int32)
-        """...and the tokens that it is of."""
+        """Tokens of the row that the state in `snapshot` has seen."""
         self.state_step: I64 = np.full(n, -1, np.int64)
         """The step that wrote the state that the row began with."""
         self.dirty: dict[int, tuple[int, int]] = {}

@@ -70,7 +70,7 @@ class _Times:
 class VerifyCosts:
     """Milliseconds of a step of decode rows with drafts, by rows and tokens.
 
-    Steps that wait for the one before to settle (`serial`) are told apart from those that overlap with it.
+    Steps that wait for the one before to settle (`serial`) are counted apart from those that overlap with it.
     """
 
     def __init__(self) -> None:
@@ -82,11 +82,11 @@ class VerifyCosts:
         self._times.setdefault((serial, rows_of(num_rows)), _Times()).add(num_tokens, max(ms, _LEAST_MS))
 
     def knows(self, num_rows: int, *, serial: bool) -> bool:
-        """Have steps of so many rows run?"""
+        """Whether steps of `num_rows` rows (rounded to their class) have run."""
         return (serial, rows_of(num_rows)) in self._times
 
     def knows_plain(self, num_rows: int) -> bool:
-        """Is it known what steps of so many rows take without drafts? Otherwise nobody could say what drafts save."""
+        """Whether the time of steps of `num_rows` rows without drafts is known; only then is it known what drafts save."""
         rows = rows_of(num_rows)
         return any(times.count(num_rows) >= _ENOUGH for (_, each), times in self._times.items() if each == rows)
 

@@ -29,21 +29,21 @@ _ENOUGH = 4
 _FIRST_SLOPE = 0.15
 """Of a step's time: what one draft more takes, as long as it was not measured."""
 _CLEAR_GAIN = 1.03
-"""Another number of drafts must promise this much more..."""
+"""Factor by which another number of drafts must promise more tokens a second before it is taken."""
 _COMPARE_EVERY = 8
-"""...when numbers are compared, after so many steps."""
+"""Steps between two comparisons of numbers of drafts."""
 _LOOK_STEPS = 5
-"""Steps for which another number of drafts is tried: the first of them still has the drafts of the number before..."""
+"""Steps for which another number of drafts is tried. The first of them still has the drafts of the number before."""
 _LOOK_EVERY = 256
-"""...and steps between two trials, at least..."""
+"""Steps between two trials, at least."""
 _LOOK_LOSS = 0.005
-"""...and so many that trials take no more than this part of the time."""
+"""The largest part of the time that trials may take; steps between two trials follow from it."""
 _TIRED_STEPS = 256
-"""Steps without a gain after which a proposer that costs something stops altogether..."""
+"""Steps without a gain after which a proposer that costs something stops altogether."""
 _CHEAP = 0.02
-"""...if keeping its KV takes more than this part of a step..."""
+"""Part of a step that keeping the KV of a proposer takes at most for it not to be stopped."""
 _SLEEP_STEPS, _LONGEST_SLEEP = 2048, 32768
-"""...for so many steps, twice as many each time."""
+"""Steps that a stopped proposer rests: the first time, and at most. The time doubles with each rest."""
 
 
 class PlaceRates:
@@ -65,7 +65,7 @@ class PlaceRates:
         right += np.count_nonzero(accepted[:, None] > place, axis=0)
 
     def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step with so many drafts."""
+        """[most + 1]: tokens that a row yields in a step, by its number of drafts."""
         tried, right = self._of(rows)
         survival = np.multiply.accumulate(right / tried)
         return np.concatenate(([1.0], 1.0 + np.add.accumulate(survival)))
@@ -96,7 +96,7 @@ class TreeRates:
             known[count] = keep * before + np.count_nonzero(mine), keep * right + float(accepted[mine].sum())
 
     def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step with so many nodes. Twice as many nodes add about as much each
+        """[most + 1]: tokens that a row yields in a step, by its number of nodes. Twice as many nodes add about as much each
         time, so what was not tried lies on a line over the logarithm."""
         nearest = min(self._seen, key=lambda each: abs(each - rows), default=None)
         points = {0: 1.0}

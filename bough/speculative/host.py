@@ -23,9 +23,9 @@ _MOST_GUESSES = 64
 _WATCHED_GUESSES = 8
 """The same while steps overlap, where guesses are only compared with what comes."""
 _MODE_STEPS = 16
-"""Steps between two looks at the mode..."""
+"""Steps between two choices of the mode."""
 _CLEAR_GAIN = 1.05
-"""...which changes if the other one promises this much more."""
+"""Factor by which the other mode must promise more tokens a second before it is taken."""
 _BUBBLE_MS = 0.4
 """What waiting for a step to settle costs, as long as it was not measured."""
 _GAIN_WEIGHT = 0.25

@@ -132,7 +132,7 @@ class BoughServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Many requests over one stream. Answers carry the `rid` of their request, and a request that fails is told in `error`
+        """Many requests over one stream. Answers carry the `rid` of their request, and a request that fails is reported in `error`
         without ending the others. The stream ends when the client has closed its side and every answer is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -196,7 +196,7 @@ class BoughServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends the requests with exactly this id; all of them (`abort_all`) only for whoever has the admin key.
+        """Ends the requests with exactly this id; all of them (`abort_all`) only with the admin key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

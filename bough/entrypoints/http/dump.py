@@ -41,8 +41,8 @@ _BASE64 = rb"(?:[A-Za-z0-9+/_=-]|\\/)"
 _MEDIA = re.compile(
     rb"(data:[\w/+.;=\\-]{0,200};base64,)((?:" + _BASE64 + rb"|,)*)|(\")(" + _BASE64 + rb'{1024,})(?=")', re.IGNORECASE
 )
-"""Media in JSON: data: URLs wherever they stand, and whole strings of so many characters of base64, since text has spaces
-before that."""
+"""Media in JSON: data: URLs wherever they stand, and whole strings of at least 1,024 characters of base64: text of that
+length has spaces."""
 
 
 def without_media(body: bytes) -> bytes:

@@ -262,8 +262,8 @@ def concate_and_append(service: Service) -> Handler:
 
 
 def flush_cache(service: Service) -> Handler:
-    """POST /flush_cache: empties the prefix cache; 409 while requests are running, with `?timeout=` only after so many
-    seconds."""
+    """POST /flush_cache: empties the prefix cache; 409 while requests are running; with `?timeout=` it waits for them
+    that number of seconds first."""
 
     async def handle(request: Request) -> Response:
         give_up = time.monotonic() + _patience(request.query_params.get("timeout", "0"))

@@ -165,10 +165,10 @@ class PeerDoor:
         try:
             scope[CALLER] = msgspec.json.decode(caller, type=Caller)
         except msgspec.MsgspecError:
-            nobody = Forbidden(
+            refusal = Forbidden(
                 what="no API worker sent this", why="it does not say for whom", fix="use the server's port"
             )
-            await error_response(nobody)(scope, receive, send)
+            await error_response(refusal)(scope, receive, send)
             return
         scope["bough.request_id"] = random_name()
         await self._app(scope, receive, send)

@@ -125,7 +125,7 @@ class HttpServer:
     def stop(self, *, now: bool = False) -> None:
         """Closes the port and the connections; answers under way get a moment to leave, or with `now` nothing.
 
-        Whoever drains first (`Front.drain`, `Front.rest`) finds none under way.
+        If `Front.drain` or `Front.rest` has drained before, none is under way.
         """
         self._server.should_exit = True
         if now:

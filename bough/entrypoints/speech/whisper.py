@@ -30,9 +30,9 @@ from bough.tokenizer import Tokenizer
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that are tried one after the other, unless a client names others."""
 _LEAST_LOGPROB = -1.0
-"""Mean over a window's tokens: below, the next temperature is tried..."""
+"""Mean over a window's tokens; if it is lower, the next temperature is tried."""
 _MOST_COMPRESSED = 2.4
-"""...and also where a text repeats itself: its bytes, compressed, are fewer by more than this factor."""
+"""Factor by which zlib compresses a text; if it is higher, the text repeats itself and the next temperature is tried."""
 _NO_SPEECH = 0.6
 """Probability from which on a window that is also unlikely counts as silence."""
 _FORGETS_ABOVE = 0.5

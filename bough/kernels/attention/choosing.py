@@ -72,7 +72,7 @@ def _score_kernel(
     token = first + place
     row, seen, length = _seen_of(query_start, kv_len, token, num_rows, STEPS)
     if TREE:
-        seen = length  # what a node does not see is told apart below
+        seen = length  # positions that a node does not see are masked below
     elif seen <= TOPK:
         seen = 0  # all of them are read: none has to be scored
     head, dim = tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)

@@ -103,7 +103,7 @@ def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
 
 
 def is_ready(q_TNH: Tensor, k_TKH: Tensor) -> bool:
-    """Whether the kernel can be had for so many heads of this kind, on this device."""
+    """Whether the kernel is compiled for these numbers of heads and this dtype on this device."""
     return _is_ready(q_TNH.device, q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH))
 
 

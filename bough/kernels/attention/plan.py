@@ -49,7 +49,7 @@ NUM_HEADER = 4
 SHORT = tl.constexpr(768)
 """KV tokens of a row, on average, up to which rows stay uncut."""
 RANKS = tl.constexpr(4)
-"""Uncut rows come in so many classes of length, the longest first."""
+"""Classes of length that uncut rows are sorted into, the longest first."""
 
 
 @dataclass(frozen=True, slots=True)

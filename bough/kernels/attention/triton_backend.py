@@ -408,7 +408,7 @@ class TritonAttention:
         kind = _kind_of(spec)
         if (
             inputs.tree is not None and kind.window is not None
-        ):  # nodes stand up to so many positions before their places
+        ):  # a node stands up to MOST_NODES positions before its place
             kind = replace(kind, window=kind.window + MOST_NODES)
         fresh_from = long_from = _NEVER
         if inputs.host is not None and spec.latent:

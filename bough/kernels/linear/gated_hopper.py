@@ -29,7 +29,8 @@ NEAR_USE = 0.02
 LEAST_TOKENS = 65
 """With fewer, half of every tile would be empty."""
 FEW_TOKENS, FEW_TILE = 256, 128
-"""Up to so many, reading the weight takes about as long as multiplying: rows of a tile may be empty, of up to so many."""
+"""Up to FEW_TOKENS tokens, reading the weight takes about as long as multiplying: a tile of up to FEW_TILE rows may have
+empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _is_ready(device: torch.device) -> bool:
 
 @lru_cache(maxsize=4096)
 def best_tiling(tokens: int, features: int, pairs: int) -> Tiling | None:
-    """How a product is cut for so many pairs of multiprocessors; None where they would be idle too long."""
+    """How a product is cut for `pairs` pairs of multiprocessors; None if they would be idle too long."""
     if tokens < LEAST_TOKENS:
         return None
     counted = -(-tokens // FEW_TILE) * FEW_TILE if tokens <= FEW_TOKENS else tokens

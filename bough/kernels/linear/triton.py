@@ -71,7 +71,8 @@ def linear_after_norm(
 
 
 def _is_cut(x_TD: Tensor, weight_OD: Tensor) -> bool:
-    """Whether a product leaves so many multiprocessors without a tile that half of D each pays, added up by the norm.
+    """Whether a product leaves enough multiprocessors without a tile that computing halves of D apart, which the norm
+    adds up, is faster.
 
     In bfloat16 only: in float16 half of a sum might not fit where the whole does.
     """

@@ -29,10 +29,11 @@ LEAST_PAIRS = 24
 768 units in a model of 2,048 on an H200, us of a layer, the portable kernels first: 16 pairs 336 and 338, 32 pairs 391 and
 343, 64 396 and 379, 128 635 and 497, 256 1203 and 720, 512 2179 and 1229, 1,024 4071 and 2302."""
 LOW_PAIRS, LOW_PAIRS_FP8 = 48, 300
-"""Up to so many, tiles of 64 rows are faster (bf16, 32 pairs: 343 us, 128 rows 349; 64 pairs: 430 and 379. e4m3, 256 pairs:
-543 and 562; 512 pairs: 970 and 955)..."""
+"""Pairs up to which tiles of 64 rows are faster (bf16, 32 pairs: 343 us, 128 rows 349; 64 pairs: 430 and 379. e4m3, 256
+pairs: 543 and 562; 512 pairs: 970 and 955)."""
 HIGH_PAIRS = 2048
-"""...and from here on those of 256, which fetch less for a product; with 1,024 pairs they take 3 % longer than 128."""
+"""Pairs from which on tiles of 256 rows are used, which fetch less for a product; with 1,024 pairs they take 3 % longer
+than 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Weights:
 
 
 def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bool = False) -> GroupedTilings:
-    """How experts of `inner` units and `width` features are cut for so many pairs."""
+    """How experts of `inner` units and `width` features are cut for `pairs` pairs."""
     per_expert = num_pairs / num_experts
     low = LOW_PAIRS_FP8 if fp8 else LOW_PAIRS
     of = list(HIGH if per_expert > HIGH_PAIRS else MIDDLE if per_expert > low else LOW)

@@ -40,7 +40,8 @@ for."""
 _WARPS = 12
 _MOST_ROWS = 8
 _EXPERTS_A_PAIR = 4
-"""Several tokens are served where there are so many more experts than pairs: an expert of two tokens is read twice here."""
+"""Several tokens are served if there are this many times more experts than pairs, because an expert of two tokens is read
+twice here."""
 
 
 class _Inputs(ctypes.Structure):

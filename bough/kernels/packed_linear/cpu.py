@@ -212,7 +212,7 @@ class _Arena:
         self._lock = Lock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Bytes that begin at a cache line, and are nobody else's."""
+        """Bytes that begin at a cache line and belong to this caller alone."""
         if num_bytes > self.PIECE_BYTES // 4:
             return self._fresh(num_bytes)
         with self._lock:

@@ -8,7 +8,7 @@ from torch import Tensor
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 LOGITS_AT_ONCE = 1 << 20
-"""Filters look at so many in one go: each takes some eighty bytes meanwhile."""
+"""Logits that filters look at in one go: each takes about 80 bytes meanwhile."""
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 

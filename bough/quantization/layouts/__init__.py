@@ -52,7 +52,7 @@ def layout_of(form: WeightFormat, name: str, headers: Mapping[str, StoredShape])
 
 
 def _straddles(form: PackedInts, name: str, headers: Mapping[str, StoredShape]) -> bool:
-    """Whether codes of 3, 5, 6 or 7 bits fill words without a gap: told from the width of the packed tensor, where groups
+    """Whether codes of 3, 5, 6 or 7 bits fill words without a gap: read from the width of the packed tensor, where groups
     give the number of columns."""
     packed, scale = headers.get(f"{name}.weight_packed"), headers.get(f"{name}.weight_scale")
     if 32 % form.bits == 0 or packed is None or scale is None or form.group <= 0:

@@ -192,7 +192,7 @@ class PackedIntsLayout(WeightLayout):
 
 
 def _words(count: int, unit: tuple[int, int]) -> int:
-    """Words that so many codes take; the last ones may be partly used."""
+    """Words that `count` codes take; the last ones may be partly used."""
     return -(-count * unit[1] // unit[0])
 
 

@@ -36,9 +36,9 @@ class CompletionForm(Struct, frozen=True, kw_only=True):
     model: str
     num_prompts: int = 1
     n: int = 1
-    """Completions returned for each prompt..."""
+    """Completions returned for each prompt."""
     best_of: int = 1
-    """...out of so many, the likeliest first."""
+    """Completions computed for each prompt, of which the `n` likeliest are returned, the likeliest first."""
     echo: tuple[str, ...] | None = None
     """The prompts' texts, to stand before their completions."""
     top_logprobs: int | None = None

@@ -3,7 +3,7 @@
 // A query's result does not depend on how the step was cut. Its keys come in tiles of 64, cut where positions are multiples
 // of 64. What a tile gathers depends on the tile alone: scores add the products of a head's columns in order; its own largest
 // score makes them weights; sums add values in order. Tiles are folded one after the other, from the first. Both kernels
-// do this, and whoever puts parts together.
+// do this, and so does the code that merges parts.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Ranks on one machine that meet in shared memory. Every rank has a word that counts its arrivals; whoever waits for it looks
-// at it busily for a while, then sleeps at it (a futex), and is woken by the next arrival.
+// Ranks on one machine that meet in shared memory. Every rank has a word that counts its arrivals; a rank that waits
+// polls it for a while, then sleeps on it (a futex) until the next arrival wakes it.
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <time.h>

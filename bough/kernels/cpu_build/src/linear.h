@@ -31,8 +31,8 @@ inline int tile_tokens(int64_t left) {
 
 constexpr int64_t kSmallMatrix = 16 << 20;  // bytes
 
-// body(i) for all groups of rows, or for all runs of `side_by_side` groups, whose weights pass by once. They are taken so many
-// at a time that the work is shared evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of
+// body(i) for all groups of rows, or for all runs of `side_by_side` groups, whose weights pass by once. A thread takes
+// few enough at a time to share the work evenly, and enough to stream from memory. Of a small matrix, every thread reads a span of
 // its own; of a large one, all threads stay close together, since what is left of it in the shared cache lies in one piece.
 template <typename Body>
 inline void share_groups(const Weight& w, int threads, int64_t side_by_side, const Body& body) {

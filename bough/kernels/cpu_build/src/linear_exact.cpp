@@ -53,7 +53,7 @@ BOUGH_INLINE void add_block(F32 (*acc)[MT], const uint8_t* const* quants, const 
   }
 }
 
-// MT tokens against a run of groups. Past the last group, that one again, for nobody.
+// MT tokens against a run of groups. Past the last group, the last one is computed again and its result dropped.
 template <int K, int MT>
 void groups_direct(const LinearCall& call, const float* x, int64_t first, int64_t start) {
   constexpr Traits t = kTraits[K];

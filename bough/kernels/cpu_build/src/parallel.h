@@ -1,4 +1,4 @@
-// Work shared with helper threads that nobody waits for unless they have begun: a helper that the operating system keeps from
+// Work shared with helper threads, which are waited for only if they have begun: a helper that the operating system keeps from
 // running delays nothing, since the caller takes the items itself.
 #pragma once
 
@@ -13,11 +13,11 @@ namespace bough {
 
 struct alignas(64) Counter {
   std::atomic<int64_t> next{0};
-  // The first of `step` items that nobody else takes.
+  // The first of the next `step` items, which no other thread takes.
   int64_t take(int64_t step = 1) { return next.fetch_add(step, std::memory_order_relaxed); }
 };
 
-// Threads that torch was told to use; the runtime is torch's own.
+// Threads that torch is set to use (torch.set_num_threads): the OpenMP runtime is torch's own.
 inline int usable_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
 // Calls body(context, who) on this thread (who = 0) and, at the same time, on up to helpers others, which are always the same
