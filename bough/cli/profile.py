@@ -40,6 +40,10 @@ def run(argv: Sequence[str]) -> int:
     while _steps(remote) - before < arguments.steps and time.monotonic() < give_up:
         time.sleep(0.2)
     summary = remote.post("/stop_profile")
+    if summary["num_steps"] == 0:
+        raise BoughError(
+            what="no step was recorded", why="the server was idle", fix="send it requests while `bough profile` runs"
+        )
     print(f"{summary['num_steps']} steps recorded in {summary['file']}\n")
     print(f"{'microseconds':>14}  {'calls':>7}  name")
     for row in summary["top"]:

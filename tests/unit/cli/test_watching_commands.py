@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from bough.cli import replay
+from bough.cli import profile, replay
 from bough.cli.main import main
 from bough.cli.top import picture
 from bough.core.errors import ConfigError
@@ -96,6 +96,16 @@ def test_no_server_is_a_clear_error(command: str, capsys: pytest.CaptureFixture[
         assert "no answer now" in said.out
     else:
         assert said.err.startswith("error: no server answers at http://127.0.0.1:9")
+
+
+def test_a_profile_of_an_idle_server_says_why_it_is_empty(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"internal_states": [{"counters": {"steps": 7}}]}
+    monkeypatch.setattr(profile.Remote, "get", lambda self, path: info)
+    monkeypatch.setattr(profile.Remote, "post", lambda self, path, **body: {"num_steps": 0, "file": "x", "top": []})
+    assert main(["profile", "--seconds", "0"]) == 1
+    assert "why: the server was idle" in capsys.readouterr().err
 
 
 def lines(directory: Path) -> list[replay.Line]:
