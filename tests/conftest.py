@@ -6,6 +6,7 @@ Machines that run some of the tests only may lack what the others need.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import zlib
@@ -35,6 +36,16 @@ def _requests_have_a_minute() -> None:
     from httpx._config import DEFAULT_TIMEOUT_CONFIG as default
 
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made, some million objects, stays: later collections of garbage do not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries complain of what is left when the interpreter ends
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

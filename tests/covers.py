@@ -23,5 +23,10 @@ def cover(*axes: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
     return made
 
 
+def long(*values: Any) -> Any:
+    """A case for `pytest.mark.parametrize` that only `make test-long` runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def _named(axis: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(axis.items()) if isinstance(axis, Mapping) else [(str(each), each) for each in axis]

@@ -34,6 +34,7 @@ def test_throughput(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[
     assert len(facts["runs"]) == 2
 
 
+@pytest.mark.long
 def test_latency(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--batch-size", "1", "3", "--input-len", "32", "--output-len", "4", "--repeat", "1", "--json"]
     assert bench.run(["latency", *words, *flags(tiny_settings)]) == 0
@@ -43,6 +44,7 @@ def test_latency(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str
         assert row["decode_throughput"] == pytest.approx(1000 * row["batch_size"] / row["decode_step_ms"])
 
 
+@pytest.mark.long
 def test_startup(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     assert bench.run(["startup", "--repeat", "1", "--json", *flags(tiny_settings)]) == 0
     (start,) = json.loads(capfd.readouterr().out)["starts"]

@@ -43,7 +43,13 @@ def snippets(page: Path, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(page.read_text()) if kind == language]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+SHORT = {"README.md", "quickstart.md", "operations.md", "json.md"}
+"""Pages whose snippets `make test` runs; `make test-long` runs those of all."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(each, id=each.name, marks=[pytest.mark.long] * (each.name not in SHORT)) for each in PAGES]
+)
 def test_every_snippet_runs(page: Path, tmp_path: Path) -> None:
     url = default_server()
     environment = os.environ | {

@@ -14,6 +14,7 @@ import pytest
 
 import bough
 import bough as sgl
+from tests.covers import long
 
 from .default_server import default_server
 
@@ -136,7 +137,7 @@ def generate(backend: Any, prompt: str = PROMPT, **parameters: Any) -> tuple[Any
     return state["x"], state.get_meta_info("x")
 
 
-@pytest.mark.parametrize("backend", ["engine", "endpoint"], indirect=True)
+@pytest.mark.parametrize("backend", [long("engine"), "endpoint"], indirect=True)
 def test_every_parameter_of_gen_does_something(backend: Any) -> None:
     tested = {"name", "max_tokens", "temperature"}
 

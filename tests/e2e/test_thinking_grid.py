@@ -18,6 +18,7 @@ import openai
 import pytest
 from msgspec import Struct
 
+from tests.covers import cover
 from tests.e2e.conftest import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -162,9 +163,10 @@ def ask_completions(client: openai.OpenAI, kind: str, think: bool, stream: bool,
     return said
 
 
-@pytest.mark.parametrize("kind", ["json", "regex", "tools"])
-@pytest.mark.parametrize("think", [True, False], ids=["think", "no think"])
-@pytest.mark.parametrize("route", ["chat", "completions"])
+@pytest.mark.parametrize(
+    ("kind", "think", "route"),
+    cover(["json", "regex", "tools"], {"think": True, "no think": False}, ["chat", "completions"]),
+)
 def test_every_way(client: openai.OpenAI, server: Server, route: str, think: bool, kind: str) -> None:
     def ask(stream: bool) -> Said:
         if route == "chat":

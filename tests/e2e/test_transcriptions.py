@@ -236,6 +236,7 @@ def chatting() -> Iterator[Server]:
     made.end()
 
 
+@pytest.mark.long
 def test_models_that_chat_write_down_what_they_hear(chatting: Server) -> None:
     client = openai.OpenAI(base_url=f"{chatting.url}/v1", api_key="none", max_retries=0)
     short = ask(client, wav(1.3), language="en", prompt="names")

@@ -28,7 +28,7 @@ QUESTIONS = [
     "Name three fruits and explain how each of them grows, step by step, for a child of eight years.",
     "Hi",
 ]
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 CONTEXT = 192
 
@@ -97,7 +97,13 @@ def expected(model: Model, prompts: list[list[int]]) -> Answers:
     return found
 
 
-@pytest.mark.parametrize("number", range(len(SETUPS)), ids=SETUPS)
+LONG = {"plain", "chunks of 33, nothing cached"}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(at, id=name, marks=[pytest.mark.long] * (name in LONG)) for at, name in enumerate(SETUPS)],
+)
 def test_company_and_cuts(model: Model, prompts: list[list[int]], expected: Answers, number: int) -> None:
     """Two, five or eight at a time, then one or two once more, when all that can be cached is."""
     engine = engine_of(model, list(SETUPS.values())[number])
@@ -115,7 +121,7 @@ def test_a_cached_answer_is_continued_as_it_was(model: Model, prompts: list[list
     """What a decode step wrote to its page is what a prompt would have written there."""
     engine = engine_of(model, Setup(page_size=16))
     answers(engine, [prompts[0]])
-    for used in (10, 33, 47):
+    for used in (10, 17, 31):
         continued = [*prompts[0], *expected[0][0][:used]]
         left = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS - used, ignore_eos=True)
         rest = engine.generate([continued], left)[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from in_process import GREEDY, InProcess, Setup
@@ -20,20 +22,38 @@ PLAIN = Setup(overlap=False, radix_cache=False, context_length=128)
 IN_SEVENS = Setup(chunk_tokens=7, page_size=4, context_length=128)
 
 
-Family = tuple[Model, list[list[int]], list[list[int]]]
+SHORT = msgspec.structs.replace(GREEDY, max_new_tokens=16)
+"""Of answers from the prefix cache, whose tokens are known by then."""
+SOME = ("llama", "gemma3", "mixtral", "phi3-longrope")
+"""Cases that `make test` also computes alone and after a retraction; `make test-long` does so with all of them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model, its engine, transformers' greedy answers to `PROMPTS`, and the engine's own, in one batch."""
+
+    model: Model
+    shared: InProcess
+    expected: list[list[int]]
+    answers: list[list[int]]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """A tiny model, transformers' greedy answers, and its own to each prompt alone."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     reference = make_tiny(request.param, folder)
     model = build_model(
         open_checkpoint(str(folder)), dtype=torch.float32, device=torch.device("cpu"), context_length=128
     )
-    plain = engine(model, PLAIN)
-    alone = [plain.generate([prompt])[0] for prompt in PROMPTS]
-    return model, [greedy(reference, prompt, guess) for prompt, guess in zip(PROMPTS, alone, strict=True)], alone
+    shared = engine(model, IN_SEVENS)
+    answers = shared.generate(PROMPTS)
+    expected = [greedy(reference, prompt, guess) for prompt, guess in zip(PROMPTS, answers, strict=True)]
+    return Family(model, shared, expected, answers)
+
+
+some = pytest.mark.parametrize(
+    "family", [pytest.param(case, marks=[pytest.mark.long] * (case not in SOME)) for case in CASES], indirect=True
+)
 
 
 def greedy(reference: PreTrainedModel, prompt: list[int], guess: list[int]) -> list[int]:
@@ -54,24 +74,23 @@ def engine(model: Model, setup: Setup) -> InProcess:
     return InProcess(model, SIZES["vocab_size"], setup)
 
 
-def test_alone(family: Family) -> None:
-    _, expected, alone = family
-    assert alone == expected
-
-
 def test_in_a_ragged_batch_and_again_from_the_cache(family: Family) -> None:
-    model, expected, _ = family
-    shared = engine(model, IN_SEVENS)
-    assert shared.generate(PROMPTS) == expected
-    ids = [shared.submit(prompt) for prompt in PROMPTS[::-1]]
-    again = shared.finish(ids)
-    assert [answer.tokens for answer in again] == expected[::-1]
+    shared, expected = family.shared, family.expected
+    assert family.answers == expected
+    again = shared.finish([shared.submit(prompt, SHORT) for prompt in PROMPTS[::-1]])
+    assert [answer.tokens for answer in again] == [answer[: SHORT.max_new_tokens] for answer in expected[::-1]]
     ends = [answer.end for answer in again]
     assert all(end is not None for end in ends)
     assert max(end.cached_tokens for end in ends if end is not None) >= len(COMMON), "the second time hits the tree"
 
 
+@some
+def test_alone(family: Family) -> None:
+    plain = engine(family.model, PLAIN)
+    assert [plain.generate([prompt])[0] for prompt in PROMPTS] == family.expected
+
+
+@some
 def test_after_a_retraction(family: Family) -> None:
-    model, expected, _ = family
-    retracted = engine(model, IN_SEVENS)
-    assert retracted.generate_with_a_retraction(PROMPTS) == expected
+    retracted = engine(family.model, IN_SEVENS)
+    assert retracted.generate_with_a_retraction(PROMPTS) == family.expected

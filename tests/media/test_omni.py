@@ -32,6 +32,7 @@ from bough.models.registry import facts_of
 from bough.multimodal.families import processor_of
 from bough.multimodal.placing import Placed, Placer
 from bough.multimodal.processor import Prepared, Processed, VideoInfo
+from tests.covers import long
 
 IMAGE, VIDEO, START, END, AUDIO, AUDIO_START, AUDIO_END = range(300, 307)
 RATE, HOP = 16_000, 160
@@ -254,7 +255,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", [long("plain"), "in sevens, in a small store"])
 def test_answers_are_transformers(version: str, setup: str) -> None:
     _, model, _, processor = omni(version)
     engine = InProcess(model, VOCAB, SETUPS[setup])

@@ -27,6 +27,7 @@ from bough.multimodal.processor import Prepared, Processed, VideoInfo
 from bough.multimodal.qwen_video import VideoRules
 from bough.multimodal.worker import thinned
 from bough.tokenizer.load import load_tokenizer
+from tests.covers import cover
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "video.json").read_text())
 NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -96,8 +97,7 @@ def prepared(name: str, options: dict[str, Any]) -> tuple[Prepared, np.ndarray]:
     return Prepared(kind="video", digest=digest, processed=processed, features=where), array
 
 
-@pytest.mark.parametrize("options", [{}, {"num_frames": 3}], ids=["by rate", "an odd frame"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "options"), cover(NAMES, {"by rate": {}, "an odd frame": {"num_frames": 3}}))
 def test_ids_positions_and_answers_are_transformers(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     seen = load(name)
     video, array = prepared(name, options)

@@ -17,7 +17,7 @@ from tests.sim.drafters import DeviceDrafter, HostDrafter, proposer
 from tests.sim.harness import VOCAB, Sim, alone, check_answer, check_scores, expected, gate_of
 from tests.sim.test_traffic import EXAMPLES, Event, engines, events, play, special_asks
 
-_QUICK = settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=list(HealthCheck))
+_QUICK = settings(max_examples=max(10, EXAMPLES // 4), deadline=None, suppress_health_check=list(HealthCheck))
 PROMPT = [(7 * i + 3) % VOCAB for i in range(20)]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bough.core.step import Step
+from tests.covers import long
 from tests.sim.harness import VOCAB, Client, Sim
 
 USERS = 8
@@ -103,22 +104,25 @@ def first_token_s(device: Device, prompt: list[int]) -> float:
     return device.sim.clock.now - began
 
 
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize(("length", "depth"), [(65_536, 1), long(131_072, 1), long(131_072, 0)])
 @pytest.mark.parametrize(("cost", "most_often", "longer"), [(FLAT, 2.2, 4), (STEEP, 4.5, 5)], ids=["flat", "steep"])
-def test_others_hardly_notice_a_prompt_of_128k_tokens(cost: Cost, most_often: float, longer: float, depth: int) -> None:
-    device = Device(131_072, cost, depth=depth, num_slots=16)
+def test_others_hardly_notice_a_very_long_prompt(
+    cost: Cost, most_often: float, longer: float, length: int, depth: int
+) -> None:
+    tokens = length // 655  # of the others' answers: as many of them come and go beside a shorter prompt
+    device = Device(length, cost, depth=depth, num_slots=16)
     warm = users(device, 60)
     while not all(client.ends for client in warm):
         device.turn()
     idle = np.percentile([device.tpot_ms(client) for client in warm], 99)
-    watching = users(device, 200)
-    long = device.ask(131_072, 4)
+    watching = users(device, tokens)
+    slow = device.ask(length, 4)
     began = device.sim.clock.now
     beside: list[Client] = []
-    while not long.ends:
+    while not slow.ends:
         device.turn()
         if not device.sim.queues.running or (len(beside) < 40 and all(client.ends for client in (*watching, *beside))):
-            beside += users(device, 200)
+            beside += users(device, tokens)
     took = device.sim.clock.now - began
     busy = [client for client in (*watching, *beside) if client.ends]
     assert len(busy) >= 3 * USERS, "others came and went while it was computed"
@@ -127,7 +131,7 @@ def test_others_hardly_notice_a_prompt_of_128k_tokens(cost: Cost, most_often: fl
     gaps = [gap for client in busy for gap in device.gaps_ms(client)]
     often = np.percentile(gaps, 95)
     assert often <= most_often * idle, f"{often:.1f} ms between tokens, {idle:.1f} ms without"
-    alone = cost.alone_s(131_072)
+    alone = cost.alone_s(length)
     assert took <= longer * alone, f"it took {took:.1f} s instead of {alone:.1f}"
     assert not device.sim.runner.violations
 
@@ -178,7 +182,7 @@ def test_one_step_that_took_long_makes_no_short_prompt_a_long_one() -> None:
     assert first_token_s(device, some_prompt(300)) <= 1.0
 
 
-@pytest.mark.parametrize("turns", [6, 7, 8, 9])
+@pytest.mark.parametrize("turns", [7, *map(long, (6, 8, 9))])
 def test_an_urgent_long_prompt_gets_the_place_that_was_made_for_it(turns: int) -> None:
     sim = Sim(
         context_length=2000, num_pages=4000, num_slots=4, max_step_tokens=256, min_chunk_tokens=8, priority=True,

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from serving import ENDLESS, Server, body
 
+from tests.covers import cover
 from tests.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -41,8 +42,7 @@ def leave_after(server: Server, request: dict[str, Any], moment: Any) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stage", ["prefilling", "decoding", "queued", "compiling"])
+@pytest.mark.parametrize(("stage", "stream"), cover(["prefilling", "decoding", "queued", "compiling"], [False, True]))
 def test_leaving_at_each_stage_frees_the_memory(stage: str, stream: bool) -> None:
     """Pages are back within two steps of the abort, which the simulation proves to the step; here through all
     processes, with a real connection that closes."""
@@ -151,7 +151,7 @@ def come_and_go(server: Server, count: int) -> None:
 
 
 def test_clients_come_and_go(steady: Server) -> None:
-    come_and_go(steady, 300)
+    come_and_go(steady, 120)
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ from bench_fake_server import TimedServer
 from bough.bench.load import arrivals
 from bough.cli import bench
 from bough.core.errors import BoughError, ConfigError, Unavailable
+from tests.covers import long
 
 
 def run_json(capsys: pytest.CaptureFixture[str], fake: TimedServer, *flags: str) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def once_undisturbed(measure: Callable[[], bool]) -> bool:
     return any(measure() for _ in range(8))
 
 
-@pytest.mark.parametrize("backend", ["native", "openai", "openai-chat", "vllm-chat", "sglang-oai"])
+@pytest.mark.parametrize("backend", ["native", "openai-chat", *map(long, ("openai", "vllm-chat", "sglang-oai"))])
 def test_latencies_are_those_of_the_server(
     capsys: pytest.CaptureFixture[str], timed: TimedServer, backend: str
 ) -> None:

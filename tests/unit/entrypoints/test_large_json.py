@@ -52,7 +52,7 @@ def depth(value: Any) -> int:
 
 
 @given(st.dictionaries(st.sampled_from("abc"), VALUES), st.booleans(), st.sampled_from([None, 1]), st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_whole_again(value: dict[str, Any], escaped: bool, indent: int | None, block: int) -> None:
     raw = json.dumps(value, ensure_ascii=escaped, indent=indent).encode()
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ def strings(value: Any) -> int:
     st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(b'"\\{}[],:1a \x01\xff')), min_size=1, max_size=3),
     st.integers(1, 40),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_broken_texts_stay_broken(value: dict[str, Any], changes: list[tuple[int, int]], block: int) -> None:
     raw = bytearray(json.dumps(value).encode())
     for place, byte in changes:

@@ -15,6 +15,7 @@ from scripted_server import Answer, FakeServer, endless, serving, wait_until
 
 from bough.core.messages import End
 from bough.engine_client import Request
+from tests.covers import cover
 
 
 def request(fields: dict[str, Any]) -> bytes:
@@ -76,22 +77,22 @@ def uncollected() -> Iterator[None]:
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
 
 
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "native": ("/generate", {"text": "a"}),
+    "two": ("/generate", {"text": ["a", "b"]}),
+    "completions": ("/v1/completions", {"prompt": "a"}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "messages": ("/v1/messages", CHAT),
+    "responses": ("/v1/responses", {"input": "a"}),
+    "ollama": ("/api/generate", {"model": "fake", "prompt": "a"}),
+}
+
+
 @pytest.mark.usefixtures("uncollected")
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/generate", {"text": "a"}),
-        ("/generate", {"text": ["a", "b"]}),
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", CHAT),
-        ("/v1/messages", CHAT),
-        ("/v1/responses", {"input": "a"}),
-        ("/api/generate", {"model": "fake", "prompt": "a"}),
-    ],
-)
-def test_a_request_that_ends_badly_is_gone_at_once(path: str, fields: dict[str, Any], stream: bool) -> None:
+@pytest.mark.parametrize(("asked", "stream"), cover(BODIES, {"whole": False, "stream": True}))
+def test_a_request_that_ends_badly_is_gone_at_once(asked: tuple[str, dict[str, Any]], stream: bool) -> None:
     """Without a collection: an error that holds the frames that hold it would keep prompts by the hundred."""
+    path, fields = asked
 
     def held() -> list[Request]:
         return [each for each in gc.get_objects() if type(each) is Request]

@@ -28,6 +28,7 @@ from bough.layers.batch import AttentionSpec, Batch
 from bough.runner.accepting import AcceptRule, Rejection, Thresholds
 from bough.runner.proposing import Drafting, Reads, TreeDrafts
 from bough.speculative.proposers.tree import Frontier, TreeShape, grow_tree
+from tests.covers import long
 
 VOCAB = 16
 TABLE = np.random.default_rng(7).normal(scale=1.5, size=(VOCAB, VOCAB)).astype(np.float32)
@@ -185,11 +186,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-VARIANTS = {
-    "cool", "hot", "top_k of 1", "top_k and top_p", "filters at a temperature", "frequency", "negative frequency",
-    "repetition below 1",
-}  # fmt: skip
-"""Other values of what another case draws with, or parts of it: long."""
+SHORT = {"plain", "all filters", "all penalties", "logit_bias", "bad_words", "min_new_tokens"}
+"""Cases that `make test` holds against a neighbour. It draws with all of them in
+`test_rows_of_one_batch_keep_their_own_settings`."""
 
 
 def sampling(given: dict[str, Any]) -> SamplingParams:
@@ -199,7 +198,7 @@ def sampling(given: dict[str, Any]) -> SamplingParams:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.long] if name in VARIANTS else []) for name in CASES]
+    "case", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in CASES]
 )
 def test_draws_follow_their_distribution_and_no_near_one(case: str) -> None:
     asked, near = (sampling(each) for each in CASES[case])
@@ -285,7 +284,7 @@ def drafting_engine(drafts: str, rule: AcceptRule | None = None) -> InProcess:
     return InProcess(Bigrams(), VOCAB, setup, proposer=proposer, rule=rule or RULES.get(drafts))
 
 
-@pytest.mark.parametrize("drafts", ["none", "ngram", "chain", "tree", *RULES])
+@pytest.mark.parametrize("drafts", ["none", "tree", "rejection", *map(long, ("ngram", "chain", "block", "not loose"))])
 def test_rows_of_one_batch_keep_their_own_settings(drafts: str) -> None:
     """All cases at once, in the same steps; with drafts, which are often right in texts of so few words, and often wrong."""
     engine = drafting_engine(drafts)
@@ -316,7 +315,7 @@ def test_a_seed_draws_the_same_whatever_the_batch() -> None:
     assert engine.generate([[1, 2]], again)[0] != alone
 
 
-@pytest.mark.parametrize("case", ["all penalties", "bad_words", "min_new_tokens"])
+@pytest.mark.parametrize("case", ["all penalties", long("bad_words"), long("min_new_tokens")])
 def test_a_seed_draws_the_same_with_drafts(case: str) -> None:
     asked = [msgspec.structs.replace(sampling(CASES[case][0]), seed=at) for at in range(4)]
     said = []
@@ -342,7 +341,7 @@ def test_rejection_accepts_more_than_equal_noise_and_blocks_most() -> None:
     assert usual < rejection < block
 
 
-@pytest.mark.parametrize("drafts", ["chain", "tree"])
+@pytest.mark.parametrize("drafts", ["tree", long("chain")])
 def test_thresholds_accept_what_is_likely_enough(drafts: str) -> None:
     usual, said = accepted_share(None, drafts)
     unchanged, same = accepted_share(Thresholds(1.0, 1.0), drafts)

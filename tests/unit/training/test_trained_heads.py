@@ -23,6 +23,7 @@ from bough.training.recording import StateRecording
 from bough.training.samples import Sample
 from bough.training.target import TrainingTarget
 from bough.training.write import write_head
+from tests.covers import long
 
 CPU = torch.device("cpu")
 COUNT = 3
@@ -69,8 +70,15 @@ def trainee_of(method: str, target: TrainingTarget, ids_V: torch.Tensor | None, 
     return MedusaTrainee(target, ids_V, COUNT, 2, own_head=own_head)
 
 
-@pytest.mark.parametrize(("vocab", "own_head"), [(0, False), (60, True), (60, False)])
-@pytest.mark.parametrize("method", ["EAGLE3", "MEDUSA"])
+@pytest.mark.parametrize(
+    ("method", "vocab", "own_head"),
+    [
+        ("EAGLE3", 60, True),
+        ("MEDUSA", 0, False),
+        *(long("EAGLE3", *each) for each in ((0, False), (60, False))),
+        *(long("MEDUSA", *each) for each in ((60, True), (60, False))),
+    ],
+)
 def test_a_trained_head_drafts_as_it_was_judged(
     method: DraftMethod,
     vocab: int,
