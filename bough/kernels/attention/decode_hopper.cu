@@ -11,20 +11,30 @@
 // with the stages. `decode_many` is for units enough to keep the memory busy without working together: each warp takes a
 // chunk at a time, through a small ring of its own, and while one looks up its next chunk the others' fetches are on their way.
 //
-// Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, NORM (q and k have norms), STAGES (of the ring), and for
-// the second way MANY_WARPS and MANY_STAGES. Heads are 128 wide, bf16.
+// A cache of 8-bit floats is read as it is: all of them are numbers of fp16, into which pairs are turned on their way to the
+// tensor cores. Which dimension stands where within a product is free if both sides agree, so keys are taken four neighbours
+// at a time. Values come transposed by pairs of dimensions, whose bytes are put in order.
+//
+// Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, NORM (q and k have norms), STAGES (of the ring), KV (what caches
+// hold: BF16, E4M3 or E5M2), and for the second way MANY_WARPS, MANY_STAGES and MANY_TOKENS (of a stage, 16 or 32). Heads are
+// 128 wide; queries, and keys and values that come, are bf16.
 
 #include "hopper.cuh"
 
 #define LOWEST (-__int_as_float(0x7f800000))
+#define BF16 0
+#define E4M3 1
+#define E5M2 2
 
 constexpr int WIDTH = 128, HALF = 64, BLOCK = 64;
 constexpr int SLICE = 16;                     // tokens that a warp attends to at once
-constexpr int ROW_BYTES = 128;                // of a token in a box, which has 64 dimensions
-constexpr int BOX_BYTES = BLOCK * ROW_BYTES;  // of a stage: K low, K high, V low, V high
-constexpr int TILE_BYTES = 4 * BOX_BYTES;
-constexpr int MANY_BOX_BYTES = SLICE * ROW_BYTES;  // the same in `decode_many`, whose stages have one slice
-constexpr int MANY_TILE_BYTES = 4 * MANY_BOX_BYTES;
+constexpr int ROW_BYTES = 128;                // of a token in a box
+constexpr int ITEM = KV == BF16 ? 2 : 1;      // bytes of a number in the cache
+constexpr int BOXES = WIDTH * ITEM / ROW_BYTES;  // of keys, and of values: the first has the lower dimensions
+constexpr int BOX_BYTES = BLOCK * ROW_BYTES;
+constexpr int TILE_BYTES = 2 * BOXES * BOX_BYTES;  // a stage: K, then V
+constexpr int MANY_BOX_BYTES = MANY_TOKENS * ROW_BYTES;  // the same in `decode_many`
+constexpr int MANY_TILE_BYTES = 2 * BOXES * MANY_BOX_BYTES;
 constexpr int HEADS = GROUP * KV_HEADS;
 constexpr int WARPS = 8, WORKERS = 32 * WARPS;
 // What else comes with a stage: queries and angles with the first block of a piece; key, value and angles with the newest.
@@ -39,9 +49,6 @@ constexpr int ROWS = 16;                      // of a partial result, as in plan
 
 // Which partial result a chunk leaves of a unit whose first chunk is `first`: it may have the end of one and begin another.
 INLINE int part_of(int chunk, int first) { return 2 * chunk + (chunk == first); }
-
-// A row without KV has weighed nothing; what isn't a number stays so.
-INLINE float weighed(float sum, float norm) { return norm == 0.0f ? 0.0f : sum / norm; }
 
 struct Piece {  // of a unit, what the workers must know of each stage
   int token, kv_head, first_position, kv_high;
@@ -63,6 +70,36 @@ INLINE u32 pack(float low, float high) {
   return out;
 }
 
+// Two numbers as the tensor cores take them beside those of the cache.
+INLINE u32 operand_of(float low, float high) {
+#if KV == BF16
+  return pack(low, high);
+#else
+  u32 out;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#endif
+}
+
+#if KV == E4M3
+#define EIGHT "e4m3x2"
+#else
+#define EIGHT "e5m2x2"
+#endif
+
+// Four numbers of the cache, two by two.
+INLINE void widen_four(u32 four, u32& first, u32& second) {
+  asm("{ .reg .b16 lower, upper; mov.b32 {lower, upper}, %2; cvt.rn.f16x2." EIGHT " %0, lower; cvt.rn.f16x2." EIGHT
+      " %1, upper; }" : "=r"(first), "=r"(second) : "r"(four));
+}
+
+INLINE u32 narrow_four(const float (&x)[4]) {
+  u32 out;
+  asm("{ .reg .b16 lower, upper; cvt.rn.satfinite." EIGHT ".f32 lower, %2, %1; cvt.rn.satfinite." EIGHT
+      ".f32 upper, %4, %3; mov.b32 %0, {lower, upper}; }" : "=r"(out) : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return out;
+}
+
 INLINE float rounded(float value) { return widen(pack(value, 0.0f) & 0xffff); }
 
 INLINE void load4(u32 (&r)[4], u32 at) {
@@ -77,8 +114,13 @@ INLINE void load4_transposed(u32 (&r)[4], u32 at) {
 
 // Query rows 8 to 15 do not exist: their part of A is zero.
 INLINE void multiply(float (&d)[4], u32 a0, u32 a2, u32 b0, u32 b1) {
+#if KV == BF16
+#define TYPES "f32.bf16.bf16.f32"
+#else
+#define TYPES "f32.f16.f16.f32"
+#endif
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col." TYPES " {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1));
 }
 
@@ -92,7 +134,8 @@ struct Inputs {
   const u16 *q_norm, *k_norm;
   const float* cos_sin;
   const i64 *positions, *locations;
-  u16 *k_cache, *v_cache, *out;
+  void *k_cache, *v_cache;
+  u16* out;
   const int *page_table, *tiles, *header, *chunk_tile;
   int* counters;
   float *partial, *stats;
@@ -101,16 +144,23 @@ struct Inputs {
   int q_token, k_token, v_token;
   int tile_room, page_size, num_tokens;
   float scale_log2, eps, offset;
+  float k_inverse, v_inverse, v_scale;  // of a cache of 8-bit floats; the scale of keys is in that of scores
 };
+
+// A row without KV has weighed nothing; what isn't a number stays so.
+INLINE float weighed(const Inputs& in, float sum, float norm) {
+  const float out = norm == 0.0f ? 0.0f : sum / norm;
+  return KV == BF16 ? out : out * in.v_scale;
+}
 
 // Keys and values of tokens, of one head.
 template <int BOX> INLINE void fetch_tokens(
     u32 to, const TensorMap& k_map, const TensorMap& v_map, int kv_head, int row, u32 barrier) {
   const int column = kv_head * WIDTH;
-  fetch(to, k_map, column, row, barrier);
-  fetch(to + BOX, k_map, column + 64, row, barrier);
-  fetch(to + 2 * BOX, v_map, column, row, barrier);
-  fetch(to + 3 * BOX, v_map, column + 64, row, barrier);
+#pragma unroll
+  for (int box = 0; box < BOXES; box++) fetch(to + box * BOX, k_map, column + 64 * box, row, barrier);
+#pragma unroll
+  for (int box = 0; box < BOXES; box++) fetch(to + (BOXES + box) * BOX, v_map, column + 64 * box, row, barrier);
 }
 
 struct Ring {
@@ -276,16 +326,20 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
   }
 }
 
-// The rotated queries as A of a product: per 16 dimensions, those of (lane / 4) at lane % 4 * 2 and 8 further.
+// Of 16 dimensions, where the first two of this lane stand in a product, and how much further the next two: for 8-bit floats
+// four neighbours, which one word of a key has.
+constexpr int LANE_STEP = KV == BF16 ? 2 : 4, PAIR_STEP = KV == BF16 ? 8 : 2;
+
+// The rotated queries of head lane / 4 as A of a product.
 INLINE void load_queries(const Inputs& in, const u16* queries, const float* angles, u32 (&q)[8][2]) {
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * LANE_STEP;
   float x[8][4];
   const bool real = row < GROUP;
   const u16* from = queries + (real ? row * WIDTH : 0) + column;
   angles += column;
 #pragma unroll
   for (int step = 0; step < 8; step++) {
-    const u32 a = real ? *(const u32*)(from + 16 * step) : 0, b = real ? *(const u32*)(from + 16 * step + 8) : 0;
+    const u32 a = real ? *(const u32*)(from + 16 * step) : 0, b = real ? *(const u32*)(from + 16 * step + PAIR_STEP) : 0;
     x[step][0] = widen(a & 0xffff), x[step][1] = widen(a >> 16), x[step][2] = widen(b & 0xffff), x[step][3] = widen(b >> 16);
   }
 #if NORM
@@ -301,7 +355,7 @@ INLINE void load_queries(const Inputs& in, const u16* queries, const float* angl
   for (int step = 0; step < 8; step++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float weight = widen(in.q_norm[16 * step + column + (i & 1) + (i & 2) * 4]) + in.offset;
+      const float weight = widen(in.q_norm[16 * step + column + (i & 1) + i / 2 * PAIR_STEP]) + in.offset;
       x[step][i] = rounded(x[step][i] * (scale * weight));
     }
 #endif
@@ -309,7 +363,7 @@ INLINE void load_queries(const Inputs& in, const u16* queries, const float* angl
   for (int step = 0; step < 4; step++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int dim = 16 * step + (i & 1) + (i & 2) * 4;
+      const int dim = 16 * step + (i & 1) + i / 2 * PAIR_STEP;
       const float cos = angles[dim], sin = angles[HALF + dim];
       const float a = x[step][i], b = x[step + 4][i];
       x[step][i] = a * cos - b * sin;
@@ -318,8 +372,8 @@ INLINE void load_queries(const Inputs& in, const u16* queries, const float* angl
   }
 #pragma unroll
   for (int step = 0; step < 8; step++) {
-    q[step][0] = pack(x[step][0], x[step][1]);
-    q[step][1] = pack(x[step][2], x[step][3]);
+    q[step][0] = operand_of(x[step][0], x[step][1]);
+    q[step][1] = operand_of(x[step][2], x[step][3]);
   }
 }
 
@@ -356,27 +410,47 @@ template <int BOX> INLINE void add_newest(
     const float other = __shfl_xor_sync(~0u, x[i], 16);
     x[i] = lane < 16 ? x[i] * cos[i] - other * sin[i] : x[i] * cos[i] + other * sin[i];
   }
-  const uint2 key = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
-  auto put = [&](u32 box, int token, uint2 what) {
-    const u32 at = stage + (box + dim / 64) * BOX + place_of(token, dim % 64 / 8) + (dim & 4) * 2;
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(at), "r"(what.x), "r"(what.y) : "memory");
+#if KV == BF16
+  typedef uint2 Four;
+  const Four key = make_uint2(pack(x[0], x[1]), pack(x[2], x[3])), kept = value, nothing = make_uint2(0, 0);
+#else
+  typedef u32 Four;
+  float y[4] = {widen(value.x & 0xffff), widen(value.x >> 16), widen(value.y & 0xffff), widen(value.y >> 16)};
+#pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = rounded(x[i]) * in.k_inverse, y[i] *= in.v_inverse;
+  const Four key = narrow_four(x), kept = narrow_four(y), nothing = 0;
+#endif
+  auto put = [&](u32 box, int token, const Four& what) {
+    const int byte = dim * ITEM;
+    const u32 at = stage + (box + byte / ROW_BYTES) * BOX + place_of(token, byte % ROW_BYTES / 16) + byte % 16;
+    const u32* words = (const u32*)&what;
+#pragma unroll
+    for (int i = 0; i < ITEM; i++) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 4 * i), "r"(words[i]) : "memory");
   };
   put(0, row, key);
-  put(2, row, value);
-  for (int token = row + 1; token < slice_end; token++) put(2, token, make_uint2(0, 0));
+  put(BOXES, row, kept);
+  for (int token = row + 1; token < slice_end; token++) put(BOXES, token, nothing);
   if (location >= 0) {
-    const i64 to = (location * KV_HEADS + kv_head) * WIDTH + dim;
-    *(uint2*)(in.k_cache + to) = key;
-    *(uint2*)(in.v_cache + to) = value;
+    const i64 to = ((location * KV_HEADS + kv_head) * WIDTH + dim) / 4;
+    ((Four*)in.k_cache)[to] = key;
+    ((Four*)in.v_cache)[to] = kept;
   }
   // The copy engine writes here next.
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
 }
 
+// Sums of values. A product's column n is dimension n of eight, or of 8-bit floats dimension 2 n, or 2 n + 1, of sixteen.
 struct State {
   float acc[16][4];
   float high, norm;
+
+  // What this lane has of its row: 16 pairs of neighbouring dimensions.
+  INLINE float& of(int pair, int i) { return KV == BF16 ? acc[pair][i] : acc[pair / 2 * 2 + i][pair % 2]; }
+  INLINE static int dim(int pair) {
+    const int q = threadIdx.x % 4;
+    return KV == BF16 ? pair * 8 + q * 2 : pair / 2 * 16 + q * 4 + pair % 2 * 2;
+  }
 
   INLINE void clear() {
 #pragma unroll
@@ -393,25 +467,72 @@ struct State {
   }
 };
 
-// A slice of a stage, of whose tokens `seen` count.
-template <int BOX> INLINE void attend_slice(
-    const Inputs& in, State& state, const u32 (&q)[8][2], u32 stage, int slice, int seen) {
-  const int lane = threadIdx.x % 32;
-  float score[2][4] = {};
+// Keys of eight tokens and the queries of a row of heads.
+template <int BOX> INLINE void score_eight(float (&score)[4], const u32 (&q)[8][2], u32 stage, int first) {
+  const int lane = threadIdx.x % 32, token = first + lane % 8;
+#if KV == BF16
 #pragma unroll
-  for (int tile = 0; tile < 2; tile++) {
-    const int token = slice + tile * 8 + lane % 8;
+  for (int step = 0; step < 8; step += 2) {
+    u32 k[4];  // dimensions 16 * step .. + 32
+    load4(k, stage + (step / 4) * BOX + place_of(token, step % 4 * 2 + lane / 8));
+    multiply(score, q[step][0], q[step][1], k[0], k[1]);
+    multiply(score, q[step + 1][0], q[step + 1][1], k[2], k[3]);
+  }
+#else
 #pragma unroll
-    for (int step = 0; step < 8; step += 2) {
-      u32 k[4];  // dimensions 16 * step .. + 32
-      load4(k, stage + (step / 4) * BOX + place_of(token, step % 4 * 2 + lane / 8));
-      multiply(score[tile], q[step][0], q[step][1], k[0], k[1]);
-      multiply(score[tile], q[step + 1][0], q[step + 1][1], k[2], k[3]);
+  for (int step = 0; step < 8; step += 4) {
+    u32 k[4];  // dimensions 16 * step .. + 64
+    load4(k, stage + place_of(token, step + lane / 8));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 first, second;
+      widen_four(k[i], first, second);
+      multiply(score, q[step + i][0], q[step + i][1], first, second);
     }
   }
+#endif
+}
+
+// Adds the values of 16 tokens, weighed by p0 and p1.
+template <int BOX> INLINE void add_values(State& state, u32 p0, u32 p1, u32 stage, int first) {
+  const int lane = threadIdx.x % 32, token = first + lane % 16;
+#if KV == BF16
+#pragma unroll
+  for (int part = 0; part < 8; part++) {  // 16 dimensions each
+    u32 v[4];
+    load4_transposed(v, stage + (2 + part / 4) * BOX + place_of(token, part % 4 * 2 + lane / 16));
+    multiply(state.acc[2 * part], p0, p1, v[0], v[1]);
+    multiply(state.acc[2 * part + 1], p0, p1, v[2], v[3]);
+  }
+#else
+#pragma unroll
+  for (int part = 0; part < 8; part += 2) {
+    u32 v[4];  // of 16 dimensions eight tokens and the eight after them, then of the next 16
+    load4_transposed(v, stage + BOX + place_of(token, part + lane / 16));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      u32 even[2], odd[2];
+#pragma unroll
+      for (int eight = 0; eight < 2; eight++)  // a word has two dimensions of a token, then the same of the next one
+        widen_four(__byte_perm(v[2 * i + eight], 0, 0x3120), even[eight], odd[eight]);
+      multiply(state.acc[2 * (part + i)], p0, p1, even[0], even[1]);
+      multiply(state.acc[2 * (part + i) + 1], p0, p1, odd[0], odd[1]);
+    }
+  }
+#endif
+}
+
+// TOKENS of a stage, of which `seen` count.
+template <int BOX, int TOKENS> INLINE void attend_slice(
+    const Inputs& in, State& state, const u32 (&q)[8][2], u32 stage, int slice, int seen) {
+  constexpr int TILES = TOKENS / 8;
+  const int lane = threadIdx.x % 32;
+  float score[TILES][4] = {};
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) score_eight<BOX>(score[tile], q, stage, slice + tile * 8);
   float top = LOWEST;
 #pragma unroll
-  for (int tile = 0; tile < 2; tile++)
+  for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = tile * 8 + lane % 4 * 2 + i;
@@ -421,9 +542,9 @@ template <int BOX> INLINE void attend_slice(
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
   const float high = fmaxf(state.high, top), shrink = exp2_(state.high - high);
-  float weight[2][2], sum = 0.0f;
+  float weight[TILES][2], sum = 0.0f;
 #pragma unroll
-  for (int tile = 0; tile < 2; tile++)
+  for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       weight[tile][i] = exp2_(score[tile][i] - high);
@@ -431,31 +552,24 @@ template <int BOX> INLINE void attend_slice(
     }
   state.high = high;
   state.norm = state.norm * shrink + sum;  // of this lane's columns; the four lanes of a row are added at the end
-  const u32 p0 = pack(weight[0][0], weight[0][1]), p1 = pack(weight[1][0], weight[1][1]);
 #pragma unroll
-  for (int part = 0; part < 8; part++) {  // 16 dimensions each
-    u32 v[4];
-    load4_transposed(
-        v, stage + (2 + part / 4) * BOX + place_of(slice + lane % 16, part % 4 * 2 + lane / 16));
+  for (int part = 0; part < 16; part++) state.acc[part][0] *= shrink, state.acc[part][1] *= shrink;
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      float(&d)[4] = state.acc[2 * part + tile];
-      d[0] *= shrink, d[1] *= shrink;
-      multiply(d, p0, p1, v[2 * tile], v[2 * tile + 1]);
-    }
-  }
+  for (int tile = 0; tile < TILES; tile += 2)
+    add_values<BOX>(state, operand_of(weight[tile][0], weight[tile][1]), operand_of(weight[tile + 1][0], weight[tile + 1][1]),
+                    stage, slice + tile * 8);
 }
 
 // Puts the warps' results of a piece together, and those of all pieces of a unit where it was cut.
 INLINE void finish(
     const Inputs& in, State& state, const Piece& piece, float* shared_acc, float* shared_stats, int* arrived) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
   state.add_norms();
   if (row < GROUP) {
 #pragma unroll
-    for (int part = 0; part < 16; part++)
-      *(float2*)(shared_acc + (warp * GROUP + row) * PITCH + part * 8 + column) =
-          make_float2(state.acc[part][0], state.acc[part][1]);
+    for (int pair = 0; pair < 16; pair++)
+      *(float2*)(shared_acc + (warp * GROUP + row) * PITCH + State::dim(pair)) =
+          make_float2(state.of(pair, 0), state.of(pair, 1));
     if (lane % 4 == 0) {
       shared_stats[warp * GROUP + row] = state.high;
       shared_stats[(WARPS + warp) * GROUP + row] = state.norm;
@@ -524,7 +638,7 @@ INLINE void finish(
       const int r = first_row + 2 * i;
       if (r < GROUP)
         in.out[((i64)piece.token * HEADS + piece.kv_head * GROUP + r) * WIDTH + dim] =
-            (u16)(pack(weighed(acc[i], norm[i]), 0.0f) & 0xffff);
+            (u16)(pack(weighed(in, acc[i], norm[i]), 0.0f) & 0xffff);
     }
   }
   workers_meet();
@@ -561,7 +675,7 @@ INLINE void attend(
         add_newest<BOX_BYTES>(
             in, newest, piece.kv_head, piece.location, stage, slice + seen - 1, slice + SLICE);
       }
-      attend_slice<BOX_BYTES>(in, state, q, stage, slice, seen);
+      attend_slice<BOX_BYTES, SLICE>(in, state, q, stage, slice, seen);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + 8 * ring.slot);
@@ -603,17 +717,17 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) decode(
 
 // The result of a unit that one warp has, put together with those of its other pieces where it was cut.
 INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int chunk) {
-  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  const int lane = threadIdx.x % 32, row = lane / 4;
   const bool real = row < GROUP;
   state.add_norms();
   if (span.first != span.last) {
-    auto acc_at = [&](int part) { return in.partial + ((i64)part * ROWS + row) * WIDTH + column; };
+    auto acc_at = [&](int part, int pair) { return in.partial + ((i64)part * ROWS + row) * WIDTH + State::dim(pair); };
     auto stats_at = [&](int part) { return in.stats + part * 2 * ROWS + row; };
     if (real) {
       const int mine = part_of(chunk, span.first);
 #pragma unroll
-      for (int part = 0; part < 16; part++)
-        __stcg((float2*)(acc_at(mine) + part * 8), make_float2(state.acc[part][0], state.acc[part][1]));
+      for (int pair = 0; pair < 16; pair++)
+        __stcg((float2*)acc_at(mine, pair), make_float2(state.of(pair, 0), state.of(pair, 1)));
       if (lane % 4 == 0) __stcg(stats_at(mine), state.high), __stcg(stats_at(mine) + ROWS, state.norm);
     }
     __threadfence();
@@ -633,20 +747,21 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
       const float top = fmaxf(state.high, part_high);
       const float old_share = exp2_(state.high - top), new_share = exp2_(part_high - top);
 #pragma unroll
-      for (int part = 0; part < 16; part++) {
-        const float2 two = __ldcg((const float2*)(acc_at(other) + part * 8));
-        state.acc[part][0] = state.acc[part][0] * old_share + two.x * new_share;
-        state.acc[part][1] = state.acc[part][1] * old_share + two.y * new_share;
+      for (int pair = 0; pair < 16; pair++) {
+        const float2 two = __ldcg((const float2*)acc_at(other, pair));
+        state.of(pair, 0) = state.of(pair, 0) * old_share + two.x * new_share;
+        state.of(pair, 1) = state.of(pair, 1) * old_share + two.y * new_share;
       }
       state.norm = state.norm * old_share + part_norm * new_share;
       state.high = top;
     }
   }
   if (!real) return;
-  u16* to = in.out + ((i64)span.token * HEADS + span.kv_head * GROUP + row) * WIDTH + column;
+  u16* to = in.out + ((i64)span.token * HEADS + span.kv_head * GROUP + row) * WIDTH;
 #pragma unroll
-  for (int part = 0; part < 16; part++)
-    *(u32*)(to + part * 8) = pack(weighed(state.acc[part][0], state.norm), weighed(state.acc[part][1], state.norm));
+  for (int pair = 0; pair < 16; pair++)
+    *(u32*)(to + State::dim(pair)) =
+        pack(weighed(in, state.of(pair, 0), state.norm), weighed(in, state.of(pair, 1), state.norm));
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
@@ -677,12 +792,12 @@ extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
     Span span = work.first_of(chunk);
     do {
       const int begin = span.low + span.from * BLOCK, stop = min(span.high, span.low + span.until * BLOCK);
-      const int slices = max(stop - begin + SLICE - 1, 0) / SLICE;
+      const int slices = max(stop - begin + MANY_TOKENS - 1, 0) / MANY_TOKENS;
       int page = work.page(span, span.from), asked = 0, to = slot;
       auto ask = [&] {
         if (asked == slices) return;
-        const int n = begin + asked * SLICE, block = asked * SLICE / BLOCK;
-        if (asked > 0 && asked % (32 * BLOCK / SLICE) == 0) page = work.page(span, span.from + block);
+        const int n = begin + asked * MANY_TOKENS, block = asked * MANY_TOKENS / BLOCK;
+        if (asked > 0 && asked % (32 * BLOCK / MANY_TOKENS) == 0) page = work.page(span, span.from + block);
         const int row = __shfl_sync(~0u, page, block % 32) * in.page_size + n % in.page_size;
         if (lane == 0) {
           barrier_expect(full + 8 * to, MANY_TILE_BYTES);
@@ -708,10 +823,11 @@ extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
       state.clear();
       for (int i = 0; i < slices; i++) {
         const u32 stage = stages + slot * MANY_TILE_BYTES;
-        const int seen = span.high - (begin + i * SLICE);  // of the slice's tokens, and those after
+        const int seen = span.high - (begin + i * MANY_TOKENS);  // of the slice's tokens, and those after
         barrier_wait(full + 8 * slot, parity);
-        if (seen <= SLICE) add_newest<MANY_BOX_BYTES>(in, newest, span.kv_head, span.location, stage, seen - 1, SLICE);
-        attend_slice<MANY_BOX_BYTES>(in, state, q, stage, 0, seen);
+        if (seen <= MANY_TOKENS)
+          add_newest<MANY_BOX_BYTES>(in, newest, span.kv_head, span.location, stage, seen - 1, MANY_TOKENS);
+        attend_slice<MANY_BOX_BYTES, MANY_TOKENS>(in, state, q, stage, 0, seen);
         __syncwarp();
         if (next(slot)) parity ^= 1;
         ask();

@@ -11,6 +11,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +27,35 @@ _STAGES = 5
 WIDTH = 128
 """Of a head."""
 _MOST_GROUP = 8
-_SLICE = 16
-"""KV tokens that a warp attends to at once."""
 FEW = Shape(
     block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * _STAGES, may_align=True
 )
 """A chunk that fits into the ring has been read when its query comes: it is not cut."""
 MANY = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
 """Every warp attends to chunks of its own. With half of them at work the memory is busy."""
+FEW_SMALL = Shape(block_m=16, block_n=64, num_warps=9, num_stages=8, ctas_per_sm=1, min_tokens=64 * 8, may_align=True)
+MANY_SMALL = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
+"""The same for a cache of 8-bit floats, with about as many bytes on their way."""
 _UNITS_PER_SM = 2
 """(Row, KV head) pairs of a multiprocessor, up to which its warps should work on one together."""
 _LOG2E = 1.4426950408889634
+
+
+class _Form(NamedTuple):
+    """What the source is told of a cache, and how rows over it are planned."""
+
+    kind: int
+    few: Shape
+    many: Shape
+    many_tokens: int
+    """KV tokens of a stage in the kernel for many rows, to which a warp attends at once."""
+
+
+FORMS: Final[dict[torch.dtype, _Form]] = {
+    torch.bfloat16: _Form(0, FEW, MANY, 16),
+    torch.float8_e4m3fn: _Form(1, FEW_SMALL, MANY_SMALL, 32),
+    torch.float8_e5m2: _Form(2, FEW_SMALL, MANY_SMALL, 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +84,36 @@ class _Inputs(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("q_token", "k_token", "v_token")),
         *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens")),
-        *((name, ctypes.c_float) for name in ("scale_log2", "eps", "offset")),
+        *((name, ctypes.c_float) for name in ("scale_log2", "eps", "offset", "k_inverse", "v_inverse", "v_scale")),
     )
 
 
 @cache
-def _kernel(device: torch.device, shape: Shape, group: int, kv_heads: int, norm: bool) -> CudaKernel:
-    defines = {"GROUP": group, "KV_HEADS": kv_heads, "NORM": int(norm), "STAGES": FEW.num_stages}
-    cubin = cached_cubin(_SOURCE, "sm_90a", {**defines, "MANY_WARPS": MANY.num_warps, "MANY_STAGES": MANY.num_stages})
-    token = 2 * WIDTH * 2  # bytes of its key and value
-    if shape is MANY:
-        name, stages = "decode_many", shape.num_warps * shape.num_stages * _SLICE * token
+def _kernel(
+    device: torch.device, dtype: torch.dtype, group: int, kv_heads: int, *, many: bool, norm: bool
+) -> CudaKernel:
+    """`dtype`: that of the cache."""
+    form = FORMS[dtype]
+    few_shape, many_shape = form.few, form.many
+    defines = {
+        "GROUP": group, "KV_HEADS": kv_heads, "NORM": int(norm), "KV": form.kind, "STAGES": few_shape.num_stages,
+        "MANY_WARPS": many_shape.num_warps, "MANY_STAGES": many_shape.num_stages, "MANY_TOKENS": form.many_tokens,
+    }  # fmt: skip
+    cubin = cached_cubin(_SOURCE, "sm_90a", defines)
+    token = 2 * WIDTH * dtype.itemsize  # bytes of its key and value
+    if many:
+        shape, name = many_shape, "decode_many"
+        stage = shape.num_warps * form.many_tokens * token
     else:
-        name, stages = "decode", shape.num_stages * (shape.block_n * token + token + (4 + 2 * group) * WIDTH)
-    return CudaKernel(cubin, name, device, threads=32 * shape.num_warps, shared_bytes=stages + 1024)
+        shape, name = few_shape, "decode"
+        stage = shape.block_n * token + 2 * WIDTH * 2 + (4 + 2 * group) * WIDTH
+    return CudaKernel(cubin, name, device, threads=32 * shape.num_warps, shared_bytes=shape.num_stages * stage + 1024)
 
 
 @cache
 def _is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    load = partial(_kernel, device, FEW, 4, 8, norm=False)
+    load = partial(_kernel, device, torch.bfloat16, 4, 8, many=False, norm=False)
     return runs_on(device, load, "decode rows are attended to by the portable kernel")
 
 
@@ -96,8 +125,9 @@ def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     fresh = (raw.q_TNH, raw.k_TKH, raw.v_TKH)
     plain = spec.causal and spec.window is None and spec.softcap is None and spec.is_plain
-    plain = plain and inputs.scales(spec.layer) == (1.0, 1.0)
-    typed = all(each.dtype == torch.bfloat16 for each in (*fresh, k_cache, v_cache))
+    if k_cache.dtype == torch.bfloat16:
+        plain = plain and inputs.scales(spec.layer) == (1.0, 1.0)
+    typed = all(each.dtype == torch.bfloat16 for each in fresh) and k_cache.dtype == v_cache.dtype in FORMS
     shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
     paged = inputs.page_size % FEW.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
     return plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(raw)
@@ -115,7 +145,8 @@ def _can_turn(raw: Raw) -> bool:
 def shape_for(spec: Spec, inputs: AttentionInputs) -> Shape:
     """How to plan the rows of a step."""
     few = inputs.num_tokens * spec.num_kv_heads <= _UNITS_PER_SM * num_sms(inputs.kv_len_R.device)
-    return FEW if few else MANY
+    form = FORMS[inputs.k_caches[spec.layer].dtype]
+    return form.few if few else form.many
 
 
 def attend(
@@ -129,6 +160,7 @@ def attend(
     q, k, v = raw.q_TNH, raw.k_TKH, raw.v_TKH
     device = q.device
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
+    k_scale, v_scale = inputs.scales(spec.layer)
     out = torch.empty((inputs.num_tokens, spec.num_heads, WIDTH), dtype=q.dtype, device=device)
     given: dict[str, Tensor | None] = {
         "q": q, "k": k, "v": v, "q_norm": raw.q_norm, "k_norm": raw.k_norm, "cos_sin": raw.cos_sin_PR,
@@ -140,11 +172,13 @@ def attend(
         **{name: None if each is None else each.data_ptr() for name, each in given.items()},
         table_stride=inputs.page_table.stride(0), q_token=q.stride(0), k_token=k.stride(0), v_token=v.stride(0),
         tile_room=plan.tiles.shape[1], page_size=inputs.page_size, num_tokens=inputs.num_tokens,
-        scale_log2=spec.scale * _LOG2E, eps=raw.eps, offset=raw.offset,
+        scale_log2=spec.scale * k_scale * _LOG2E, eps=raw.eps, offset=raw.offset,
+        k_inverse=1.0 / k_scale, v_inverse=1.0 / v_scale, v_scale=v_scale,
     )  # fmt: skip
-    group, shape = spec.num_heads // spec.num_kv_heads, plan.shape
-    kernel = _kernel(device, shape, group, spec.num_kv_heads, raw.q_norm is not None)
-    box_rows = _SLICE if shape is MANY else shape.block_n
+    group, shape, form = spec.num_heads // spec.num_kv_heads, plan.shape, FORMS[k_cache.dtype]
+    many = shape is form.many
+    kernel = _kernel(device, k_cache.dtype, group, spec.num_kv_heads, many=many, norm=raw.q_norm is not None)
+    box_rows = form.many_tokens if many else shape.block_n
     maps = (tensor_map(_flat(k_cache), box_rows), tensor_map(_flat(v_cache), box_rows))
     stream = current_stream(device)
     kernel.launch(min(num_sms(device), plan.num_chunks), (*maps, structure), stream, early=not after_plan)
@@ -152,5 +186,6 @@ def attend(
 
 
 def _flat(cache: Tensor) -> Tensor:
-    """[tokens, heads * width]."""
-    return cache.view(cache.shape[0] * cache.shape[1], -1)
+    """[tokens, heads * width]; of 8-bit floats their bytes."""
+    flat = cache.view(cache.shape[0] * cache.shape[1], -1)
+    return flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat

@@ -100,7 +100,7 @@ class TritonAttention:
         self._inputs: AttentionInputs | None = None
         self._by_line: dict[int, AttentionInputs] = {}
         self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
-        self._decode_plans: dict[Kind, Plan] = {}
+        self._decode_plans: dict[tuple[Kind, torch.dtype], Plan] = {}
         self._choice: AttentionInputs | None = None
         """The tokens that were chosen last, as `sparse.view_of` has them; None: all are read..."""
         self._reader: TritonAttention | None = None
@@ -322,11 +322,12 @@ class TritonAttention:
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
         """Writes keys and values, and attends, in one kernel."""
         kind = _kind_of(spec)
-        found = self._decode_plans.get(kind)
+        key = (kind, inputs.k_caches[spec.layer].dtype)
+        found = self._decode_plans.get(key)
         after_plan = found is None
         if found is None:
             shape = decode_hopper.shape_for(spec, inputs)
-            found = self._decode_plans[kind] = plan.plan_rows(inputs, kind, shape, most_query=1)
+            found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
         workspace = self._workspace(found, decode_hopper.WIDTH)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 

@@ -15,6 +15,7 @@ from bough.kernels.attention.triton_backend import TritonAttention
 pytestmark = pytest.mark.usefixtures("hopper")
 
 PAGES = (64, 128, 256)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONTEXTS = [
     [0],
     [1, 62, 63, 64, 65, 127, 128],
@@ -154,3 +155,50 @@ def test_one_graph_serves_any_lengths(rows: int, most: int, suited: list[object]
         error = (got[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
         assert error < 6e-3, float(error)
         assert got[real:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (8, 1), (16, 16)])
+@pytest.mark.parametrize(("dtype", "scales"), [(E4M3, (1.0, 1.0)), (E4M3, (0.04, 0.6)), (E5M2, (1.0, 1.0))])
+@pytest.mark.parametrize("contexts", CONTEXTS[1:], ids=lambda rows: f"{len(rows)} rows to {max(rows)}")
+def test_reads_and_writes_eight_bits(
+    contexts: list[int],
+    dtype: torch.dtype,
+    scales: tuple[float, float],
+    heads: int,
+    kv_heads: int,
+    norm: bool,
+    suited: list[object],
+    cases: ModuleType,
+) -> None:
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
+    spec = cases.layer_of(heads, kv_heads, 128)
+    page_size = PAGES[len(contexts) % len(PAGES)]
+    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, dtype)
+    inputs = replace(inputs, k_scales=[scales[0]], v_scales=[scales[1]])
+    for cache in (*inputs.k_caches, *inputs.v_caches):  # page 0 is nobody's
+        cache[0].view(torch.uint8).fill_(0x7F)
+    given = _tensors(inputs, heads, kv_heads, norm)
+    caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
+    other = replace(inputs, k_caches=caches[0], v_caches=caches[1])
+
+    backend = TritonAttention(torch.device("cuda"))
+    backend.prepare(inputs)
+    out = backend.forward_rope(spec, **given)
+    assert suited == [True]
+    assert torch.equal(out, backend.forward_rope(spec, **given))
+    suited.append(PORTABLE)
+    backend.prepare(other)
+    expected = backend.forward_rope(spec, **given)
+    real = len(contexts)
+    error = (out[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
+    assert error < 6e-3, float(error)
+    assert out[real:].count_nonzero() == 0
+    step = 2.0**-3 if dtype == E4M3 else 2.0**-2
+    for mine, theirs in zip((*inputs.k_caches, *inputs.v_caches), (*other.k_caches, *other.v_caches), strict=True):
+        # A key that is turned by another order of sums may be rounded to the next number, seldom.
+        near = torch.isclose(mine.float(), theirs.float(), rtol=1.01 * step, atol=2.0**-9, equal_nan=True)
+        assert near.all(), "the caches differ"
+        differ = (mine.view(torch.uint8) != theirs.view(torch.uint8)).sum()
+        assert differ <= max(2, 0.01 * real * kv_heads * 128)
