@@ -40,7 +40,9 @@ def suited(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
         return said[-1] and PORTABLE not in said
 
     monkeypatch.setattr(decode_hopper, "suits", watch)
-    monkeypatch.setattr(decode_hopper, "_UNITS_PER_SM", 1 << 20 if request.param == "together" else 0)
+    per_sm = 1 << 20 if request.param == "together" else 0
+    forms = {dtype: form._replace(few_per_sm=per_sm) for dtype, form in decode_hopper.FORMS.items()}
+    monkeypatch.setattr(decode_hopper, "FORMS", forms)
     return said
 
 
