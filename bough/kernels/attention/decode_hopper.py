@@ -49,8 +49,8 @@ class _Form(NamedTuple):
     many_tokens: int
     """KV tokens of a stage in the kernel for many rows, to which a warp attends at once."""
     few_per_sm: int
-    """(Row, KV head) pairs of a multiprocessor, up to which its warps should work on one together. Of 8 bits less: 24 rows of
-    1,000 tokens with 8 heads take 27 us so and 23 with a warp for each chunk."""
+    """(Row, KV head) pairs of a multiprocessor, up to which its warps should work on one together. Of 8 bits fewer: 24 rows
+    of 1,000 tokens with 8 heads take 27 us so, and 23 with a warp for each chunk."""
 
 
 FORMS: Final[dict[torch.dtype, _Form]] = {

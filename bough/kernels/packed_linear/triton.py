@@ -2,9 +2,9 @@
 """Packed weights on a GPU.
 
 Few tokens: the packed weight streams through the multiprocessors once and is multiplied as it is, cut as `linear.skinny`
-cuts plain ones (on Hopper, e4m3 and INT4 by `hopper`). Many tokens: e4m3 with a scale per row is multiplied with
-activations rounded to e4m3, if the device has such arithmetic and the checkpoint asks for it; other weights are
-dequantised, and the vendor's library multiplies.
+cuts plain ones (on Hopper, e4m3 and INT4 by `terms`, or by `hopper` where a weight has no whole tiles for it). Many
+tokens: e4m3 with a scale per row is multiplied with activations rounded to e4m3, if the device has such arithmetic and the
+checkpoint asks for it; other weights are dequantised, and the vendor's library multiplies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bough.kernels.choices import facts_of
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import SCRATCH, sum_partials
 from bough.kernels.moe.grouping import round_rows
-from bough.kernels.packed_linear import gguf_triton, hopper, reference
+from bough.kernels.packed_linear import gguf_triton, hopper, reference, terms
 from bough.kernels.packed_linear.codes import CODE_BITS, CodeKind, Codes, activation_order, in_order, out_of_order
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, dequantise_rows, last_scale, lay_out
 from bough.kernels.packed_linear.gguf_parts import take_apart
@@ -186,11 +186,24 @@ def packed_linear(
         return multiply(x_TD, weight.handle, bias_O, x_TD.new_empty(len(x_TD), weight.rows) if out is None else out)
     if rounded:
         result = _multiply_rounded(x_TD, weight.handle, bias_O)
+    elif _serves_halves(x_TD, weight.handle, bias_O):
+        result = x_TD.new_empty(len(x_TD), weight.rows) if out is None else out
+        for half, to in zip(x_TD.split(FEW_TOKENS), result.split(FEW_TOKENS), strict=True):
+            multiply(half, weight.handle, bias_O, to)
+        return result
     else:
         dense = x_TD.new_empty(weight.rows, x_TD.shape[1])
         dequantise_rows(weight.handle, dense.shape[1], dense)
         result = F.linear(x_TD, dense, None if bias_O is None else bias_O.to(x_TD.dtype))
     return result if out is None else out.copy_(result)
+
+
+def _serves_halves(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) -> bool:
+    """Whether a weight had better be read twice, for half of the tokens each time, than be dequantised."""
+    first = x_TD[:FEW_TOKENS]
+    if len(x_TD) > 2 * FEW_TOKENS or first.stride(1) != 1:
+        return False
+    return terms.cut_for(first, weight, bias_O, first) is not None
 
 
 def _linear_of_blocks(x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None, out: Tensor | None) -> Tensor:
@@ -209,6 +222,10 @@ def multiply(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out: Tens
     if tokens == 0:
         return out
     x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    split = terms.cut_for(x, weight, bias_O, out)
+    if split is not None:
+        terms.multiply_terms(x, weight, bias_O, out, split)
+        return out
     ring = hopper.cut_for(x, weight, bias_O, out)
     if ring is not None:
         hopper.multiply_codes(x, weight, bias_O, out, ring)
@@ -261,8 +278,14 @@ def _rounds(x_TD: Tensor, weight: PackedWeight) -> bool:
 
 
 def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) -> Tensor:
-    """Activations become e4m3 with a scale each, whatever the checkpoint calibrated: that is at least as fine."""
+    """Activations become e4m3 with a scale each, whatever the checkpoint calibrated: that is at least as fine. Sums are left
+    to the tensor cores, whose 14 bits lose far less than the rounding did."""
     x, scale_T = round_rows(x_TD.contiguous())
+    made = x_TD.new_empty(len(x), weight.num_rows)
+    cut = terms.rounded_cut_for(len(x), weight, bias_O, made)
+    if cut is not None:
+        terms.multiply_terms(x, weight, bias_O, made, cut, scale_T)
+        return made
     scale_O = weight.scales.float()
     if weight.row_scales is not None:
         scale_O = scale_O * weight.row_scales
@@ -274,6 +297,7 @@ def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) 
         scale_b=scale_O,
         bias=bias,
         out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     return out
 

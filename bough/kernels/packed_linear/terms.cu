@@ -1,0 +1,398 @@
+// A product of tokens with a weight in codes, on the tensor cores' 8-bit floats: out[T, rows] = x[T, D] @ weight[rows, D].T
+//
+// Weights are not widened. A bf16 token has 8 significant bits, an e4m3 value has 4: with a power of two as scale, a token is
+// the sum of two such values, and the tensor cores take both as if they were two tokens. e4m3 weights go there from shared
+// memory as they are stored. Codes of 4 bits go through registers: as a byte, a code of 0 .. 15 is the e4m3 value code / 512
+// (values below 1 / 64 are evenly spaced), and zero points are taken off the sums, with the tokens' sums.
+//
+// Blocks, chunks and stages are those of `linear/ring.cu`. Between the thread that feeds the ring and the warps that multiply,
+// other warps split the tokens of a stage, in place: a token's values are read and its terms written by one warp.
+// The tensor cores keep some 14 bits of a sum of 8-bit floats, so that sums of 128 or 256 columns are added up in float32.
+//
+// Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, TERMS
+// (2: x is bf16; 1: x is e4m3 and has a scale for each token, and sums are left to the tensor cores), SPLITTERS (warps that
+// split). Of the weight, as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES, ZEROS.
+
+#include "hopper.cuh"
+#include "codes.cuh"
+
+static_assert(KIND == FLOAT8 || KIND == INT4, "what is multiplied here");
+static_assert(TERMS == 2 || (KIND == FLOAT8 && GROUP == 0), "what is multiplied with rounded tokens");
+
+constexpr int N = TERMS * BLOCK_T;              // columns of the tensor cores' product
+constexpr int SUMS = N / 2;                     // of them, in a thread
+constexpr int VALUES = BLOCK_T / 2;             // of a thread
+constexpr int BLOCK_N = 64 * GROUPS;
+constexpr int BOXES = BLOCK_K / 128;            // of the weight, and of terms
+constexpr int W_BOX = BLOCK_N * W_ROW_BYTES;
+constexpr int T_BOX = N * 128;                  // of terms; of bf16 values too, in two boxes of 64 columns
+constexpr int STAGE_BYTES = BOXES * (W_BOX + T_BOX);
+constexpr int WORKERS = 128 * GROUPS;
+constexpr int SPLIT = TERMS == 2 ? SPLITTERS : 0;
+constexpr int BLOCKS = TERMS == 2 ? BLOCK_K / 256 : 1;  // of 256 columns, which have one scale
+constexpr int AT_ONCE = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
+constexpr float LOW_TERM = 1.0f / 16.0f;
+
+#define F4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
+#define F16(o) F4(o), F4(o + 4), F4(o + 8), F4(o + 12)
+#define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D48 D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define D64 D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FROM_SHARED(shape, sums, a, b, p, ...)                                                \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned." shape  \
+               ".f32.e4m3.e4m3 {" sums "}, " a ", " b ", p, 1, 1; }"                          \
+               : __VA_ARGS__ : "l"(left), "l"(right), "r"(keep))
+#define FROM_REGISTERS(shape, sums, a, b, p, ...)                                             \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned." shape  \
+               ".f32.e4m3.e4m3 {" sums "}, {" a "}, " b ", p, 1, 1; }"                        \
+               : __VA_ARGS__ : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keep))
+
+#if KIND == FLOAT8
+INLINE void multiply_rows(float (&d)[SUMS], u64 left, u64 right, int keep) {
+  if constexpr (N == 16) FROM_SHARED("m64n16k32", D8, "%8", "%9", "%10", F4(0), F4(4));
+#if TERMS * BLOCK_T >= 32
+  if constexpr (N == 32) FROM_SHARED("m64n32k32", D16, "%16", "%17", "%18", F16(0));
+#endif
+#if TERMS * BLOCK_T >= 64
+  if constexpr (N == 64) FROM_SHARED("m64n64k32", D32, "%32", "%33", "%34", F16(0), F16(16));
+#endif
+#if TERMS * BLOCK_T >= 96
+  if constexpr (N == 96) FROM_SHARED("m64n96k32", D48, "%48", "%49", "%50", F16(0), F16(16), F16(32));
+#endif
+#if TERMS * BLOCK_T >= 128
+  if constexpr (N == 128) FROM_SHARED("m64n128k32", D64, "%64", "%65", "%66", F16(0), F16(16), F16(32), F16(48));
+#endif
+}
+#else
+INLINE void multiply_rows(float (&d)[SUMS], const u32 (&left)[4], u64 right, int keep) {
+  if constexpr (N == 16) FROM_REGISTERS("m64n16k32", D8, "%8, %9, %10, %11", "%12", "%13", F4(0), F4(4));
+#if BLOCK_T >= 16
+  if constexpr (N == 32) FROM_REGISTERS("m64n32k32", D16, "%16, %17, %18, %19", "%20", "%21", F16(0));
+#endif
+#if BLOCK_T >= 32
+  if constexpr (N == 64) FROM_REGISTERS("m64n64k32", D32, "%32, %33, %34, %35", "%36", "%37", F16(0), F16(16));
+#endif
+#if BLOCK_T >= 64
+  if constexpr (N == 128)
+    FROM_REGISTERS("m64n128k32", D64, "%64, %65, %66, %67", "%68", "%69", F16(0), F16(16), F16(32), F16(48));
+#endif
+}
+#endif
+
+INLINE u16 narrow(float value) {
+  u16 out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  return out;
+}
+
+INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
+
+INLINE void shared_store(u32 at, u32 first, u32 second) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(first), "r"(second) : "memory");
+}
+INLINE void shared_store(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
+
+// What those who multiply need of a step's tokens besides terms: the scale, times what a code of 4 bits lacks, and for each
+// 128 columns the sum.
+struct Tokens {
+  float scale[BLOCKS][BLOCK_T];
+  float sum[KIND == INT4 ? BOXES : 1][BLOCK_T];
+};
+
+// Two bf16 values as two e4m3 terms each, the second times 16; adds the values to `sum`.
+INLINE void split_two(u32 two, u32 factor, u16& upper, u16& lower, float& sum) {
+  const u32 scaled = times_plus(two, factor, 0x80008000u);
+  const float even = low(scaled), odd = high(scaled);
+  if (KIND == INT4) sum += even + odd;
+  asm("{\n.reg .b32 h, b;\n"
+      "cvt.rn.f16x2.f32 h, %3, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 %0, h;\n"
+      "cvt.rn.f16x2.e4m3x2 b, %0;\n"
+      "sub.rn.f16x2 b, h, b;\n"
+      "mul.rn.f16x2 b, b, %4;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 %1, b;\n}"
+      : "=&h"(upper), "=h"(lower) : "f"(even), "f"(odd), "r"(0x4c004c00u));
+}
+
+INLINE u32 pair(u16 first, u16 second) { return (u32)first | (u32)second << 16; }
+
+// One warp: 256 columns of a token, from bf16 to terms. `boxes`: of these columns. Where its values lie in four boxes of 64
+// columns, its terms come to lie in two boxes of 128: the upper ones as row `token`, the lower ones as row BLOCK_T + `token`.
+INLINE void split_token(u32 boxes, int token, float* scale, float* sums) {
+  const int lane = threadIdx.x % 32, turn = token % 8;
+  const uint4 values = shared_16(boxes + lane / 8 * (BLOCK_T * 128) + token * 128 + (lane % 8 ^ turn) * 16);
+  constexpr u32 SIGNLESS = 0x7fff7fffu;
+  u32 most;
+  asm("{\n.reg .b32 a, b;\nmax.u16x2 a, %1, %2;\nmax.u16x2 b, %3, %4;\nmax.u16x2 %0, a, b;\n}"
+      : "=r"(most) : "r"(values.x & SIGNLESS), "r"(values.y & SIGNLESS), "r"(values.z & SIGNLESS), "r"(values.w & SIGNLESS));
+  most = max(most >> 16, most & 0xffffu);
+  asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
+  // The largest becomes 128 .. 256. Below 2^-119 all are as good as zero; what is not finite makes the token's results so.
+  const u32 exponent = max(most >> 7, 8u);
+  const u32 factor = (261u - exponent) << 7;
+  u16 upper[4], lower[4];
+  float sum = 0.0f;
+  split_two(values.x, factor | factor << 16, upper[0], lower[0], sum);
+  split_two(values.y, factor | factor << 16, upper[1], lower[1], sum);
+  split_two(values.z, factor | factor << 16, upper[2], lower[2], sum);
+  split_two(values.w, factor | factor << 16, upper[3], lower[3], sum);
+  const int own = lane % 16;
+  const u32 to = boxes + lane / 16 * T_BOX + token * 128;
+  __syncwarp();
+  if (KIND == INT4) {
+#pragma unroll
+    for (int width = 8; width > 0; width /= 2) sum += __shfl_xor_sync(~0u, sum, width);
+    // Columns in the order in which the threads that multiply have a weight's codes: see `codes_of`.
+    const int q = own / 8 * 2 + own / 2 % 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int chunk = 2 * (lane % 2 * 2 + i) + own / 4 % 2;
+      const u32 place = to + (chunk ^ turn) * 16 + 4 * q;
+      shared_store(place, pair(upper[2 * i], upper[2 * i + 1]));
+      shared_store(place + BLOCK_T * 128, pair(lower[2 * i], lower[2 * i + 1]));
+    }
+    if (own == 0) sums[lane / 16 * BLOCK_T + token] = sum;
+  } else {
+    const u32 place = to + (own / 2 ^ turn) * 16 + own % 2 * 8;
+    shared_store(place, pair(upper[0], upper[1]), pair(upper[2], upper[3]));
+    shared_store(place + BLOCK_T * 128, pair(lower[0], lower[1]), pair(lower[2], lower[3]));
+  }
+  if (lane == 0) scale[token] = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float((exponent - 7u) << 23);
+}
+
+extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const float* x_scales, const u16* bias,
+    u16* out, float* partial, int* counters, int T, int out_stride, int per_chunk, int total, int k_steps,
+    const __grid_constant__ Coded coded) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[3 * STAGES];
+  __shared__ Tokens facts[TERMS == 2 ? STAGES : 1];
+  __shared__ int arrived;
+  let_kernel_after_start();
+  const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+  const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES, split = empty + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4 * GROUPS);
+      barrier_init(split + 8 * i, SPLIT ? SPLIT : 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int chunk = blockIdx.x, start = chunk * per_chunk, depth = k_steps * BLOCK_K;
+  const int steps = min(per_chunk, total - start);
+  int tile = start / k_steps, k = (start - tile * k_steps) * BLOCK_K;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  if (warp == 4 * GROUPS + SPLIT) {
+    if (lane > 0) return;
+    const u64 once = held_shorter(), often = held_longer();
+    auto ask_weight = [&](int slot) {
+      const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
+      barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+        fetch_held(to + box * W_BOX, weight, (k + 128 * box) / (HALF_BYTES ? 2 : 1), tile * BLOCK_N, barrier, once);
+    };
+    auto ask_x = [&](int slot, int column) {
+      const u32 to = stages + slot * STAGE_BYTES + BOXES * W_BOX;
+#pragma unroll
+      for (int box = 0; box < TERMS * BOXES; box++)
+        fetch_held(to + box * (BLOCK_T * 128), x, column + 128 / TERMS * box, 0, full + 8 * slot, often);
+    };
+    auto advance = [&] {
+      k += BLOCK_K;
+      if (k == depth) k = 0, tile++;
+    };
+    const int early = min(steps, STAGES);
+    int column = k;
+    for (int i = 0; i < early; i++, advance()) ask_weight(i);
+    wait_for_kernel_before();
+    for (int i = 0; i < early; i++) {
+      ask_x(i, column);
+      column += BLOCK_K;
+      if (column == depth) column = 0;
+    }
+    int slot = 0;
+    u32 parity = 0;
+    for (int i = early; i < steps; i++, advance()) {
+      barrier_wait(empty + 8 * slot, parity);
+      ask_weight(slot);
+      ask_x(slot, k);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    return;
+  }
+
+  int slot = 0;
+  u32 parity = 0;
+#if TERMS == 2
+  if (warp >= 4 * GROUPS) {
+    for (int i = 0; i < steps; i++) {
+      barrier_wait(full + 8 * slot, parity);
+      const u32 tokens = stages + slot * STAGE_BYTES + BOXES * W_BOX;
+#pragma unroll 2
+      for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += SPLIT) {
+        const int block = each % BLOCKS;
+        split_token(tokens + 2 * block * T_BOX, each / BLOCKS, facts[slot].scale[block],
+                    facts[slot].sum[KIND == INT4 ? 2 * block : 0]);
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) barrier_arrive(split + 8 * slot);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    return;
+  }
+#endif
+
+  const int own_row = warp * 16 + lane / 4;
+  int k_step = k / BLOCK_K;
+#if GROUP || KIND == INT4
+  // Scales and zero points of a step's boxes and a thread's two rows.
+  float coming_scales[BOXES][2], coming_zeros[BOXES][2];
+  auto load = [&](int at_tile, int step) {
+#pragma unroll
+    for (int box = 0; box < BOXES; box++)
+#pragma unroll
+      for (int lower = 0; lower < 2; lower++) {
+        const i64 row = (at_tile * BLOCK_N + own_row + 8 * lower) / SCALE_ROWS;
+        const i64 at = (i64)(GROUP ? step * BOXES + box : 0) * coded.width + row;
+        coming_scales[box][lower] = GROUP ? coded.scale(at) : 1.0f;
+        coming_zeros[box][lower] = ZEROS ? (float)__ldg(coded.zeros + at) : 8.0f;
+      }
+  };
+  load(tile, k_step);
+#endif
+  wait_for_kernel_before();
+  for (int done = 0; done < steps; tile++, k_step = 0) {
+    const int here = min(k_steps - k_step, steps - done);
+    float value[VALUES];
+#if TERMS == 2
+#pragma unroll
+    for (int r = 0; r < VALUES; r++) value[r] = 0.0f;
+    for (int i = 0; i < here; i++) {
+#if GROUP || KIND == INT4
+      float scales[BOXES][2], zeros[BOXES][2];
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++)
+          scales[box][lower] = coming_scales[box][lower], zeros[box][lower] = coming_zeros[box][lower];
+      const bool wraps = k_step + i + 1 == k_steps;
+      if (done + i + 1 < steps) load(tile + wraps, wraps ? 0 : k_step + i + 1);
+#endif
+      barrier_wait(split + 8 * slot, parity);
+      const u32 from = stages + slot * STAGE_BYTES, tokens = from + BOXES * W_BOX;
+      barrier_wait(full + 8 * slot, parity);  // is over; it lets these threads see what the copy engine wrote
+#pragma unroll
+      for (int box = 0; box < BOXES; box += AT_ONCE) {
+        float acc[SUMS];
+#if KIND == INT4
+        // A thread has 16 bytes of each of its rows. Byte j of 64 columns has column j in its low half, j + 32 in its high half:
+        // thread q of four has bytes 16 q .. 16 q + 15, and gives four of them, both halves, to a step of the tensor cores.
+        u32 codes[4][4];
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+          const uint4 bytes = shared_16(from + box * W_BOX + (own_row + 8 * lower) * W_ROW_BYTES + lane % 4 * 16);
+          const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+          for (int part = 0; part < 4; part++) {
+            codes[part][lower] = words[part] & 0x0f0f0f0fu;
+            codes[part][2 + lower] = words[part] >> 4 & 0x0f0f0f0fu;
+          }
+        }
+#endif
+        products_begin();
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; each++)
+#pragma unroll
+          for (int part = 0; part < 4; part++) {
+            const u64 right = operand(tokens + (box + each) * T_BOX) + 2 * part;
+#if KIND == INT4
+            multiply_rows(acc, codes[part], right, part);
+#else
+            multiply_rows(acc, operand(from + (box + each) * W_BOX + warp / 4 * 64 * 128) + 2 * part, right, each | part);
+#endif
+          }
+        products_commit();
+        products_wait<0>();
+#pragma unroll
+        for (int r = 0; r < SUMS; r++) asm volatile("" : "+f"(acc[r]));  // none is read before the wait
+#pragma unroll
+        for (int r = 0; r < VALUES; r++) {
+          const int token = r / 4 * 8 + lane % 4 * 2 + (r & 1);
+          const float both_terms = acc[r] + acc[r + VALUES] * LOW_TERM, scale = facts[slot].scale[box / 2][token];
+#if KIND == INT4
+          const float sum = both_terms * 512.0f - zeros[box][r / 2 % 2] * facts[slot].sum[box][token];
+          value[r] += sum * (scale * scales[box][r / 2 % 2]);
+#elif GROUP
+          value[r] += both_terms * (scale * scales[box][r / 2 % 2]);
+#else
+          value[r] += both_terms * scale;
+#endif
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + 8 * slot);
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+#else
+    int before = slot;
+    for (int i = 0; i < here; i++) {
+      barrier_wait(full + 8 * slot, parity);
+      const u32 from = stages + slot * STAGE_BYTES;
+      products_begin();
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+#pragma unroll
+        for (int part = 0; part < 4; part++)
+          multiply_rows(value, operand(from + box * W_BOX + warp / 4 * 64 * 128) + 2 * part,
+                        operand(from + BOXES * W_BOX + box * T_BOX) + 2 * part, i | box | part);
+      products_commit();
+      products_wait<1>();
+      if (i > 0 && lane == 0) barrier_arrive(empty + 8 * before);
+      before = slot;
+      if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+    products_wait<0>();
+    if (lane == 0) barrier_arrive(empty + 8 * before);
+#endif
+    done += here;
+
+    const int first = tile * k_steps / per_chunk, last = (tile * k_steps + k_steps - 1) / per_chunk;
+    if (first != last) {
+      float* mine = partial + (u64)(2 * chunk + (chunk == first)) * (BLOCK_N * BLOCK_T) + threadIdx.x;
+#pragma unroll
+      for (int r = 0; r < VALUES; r++) __stcg(mine + r * WORKERS, value[r]);
+      __threadfence();
+      workers_meet();
+      if (threadIdx.x == 0) arrived = atomicAdd(counters + tile, 1);
+      workers_meet();
+      if (arrived != last - first) continue;
+      __threadfence();
+      if (threadIdx.x == 0) counters[tile] = 0;
+#pragma unroll
+      for (int r = 0; r < VALUES; r++) value[r] = 0.0f;
+      for (int c = first; c <= last; c++) {
+        const float* theirs = partial + (u64)(2 * c + (c == first)) * (BLOCK_N * BLOCK_T) + threadIdx.x;
+#pragma unroll
+        for (int r = 0; r < VALUES; r++) value[r] += __ldcg(theirs + r * WORKERS);
+      }
+    }
+    const int row = tile * BLOCK_N + own_row;
+    const float last_scales[2] = {coded.last_scale(row), coded.last_scale(row + 8)};
+#pragma unroll
+    for (int r = 0; r < VALUES; r++) {
+      const int token = r / 4 * 8 + lane % 4 * 2 + (r & 1), n = row + (r & 2) * 4;
+      if (token >= T) continue;
+      float result = value[r] * last_scales[r / 2 % 2];
+      if (TERMS == 1) result *= __ldg(x_scales + token);
+      if (bias) result += __uint_as_float((u32)bias[n] << 16);
+      out[(u64)token * out_stride + n] = narrow(result);
+    }
+  }
+}

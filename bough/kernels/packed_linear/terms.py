@@ -1,0 +1,165 @@
+"""Tokens and a weight in codes on Hopper's tensor cores for 8-bit floats (`terms.cu`): codes are not widened, and a token is
+split into two e4m3 terms that add up to it, or comes rounded to one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from bough.kernels.codes_source import CodeForm
+from bough.kernels.cuda_source import (
+    SWIZZLED_BYTES,
+    CudaKernel,
+    cached_cubin,
+    can_map,
+    current_stream,
+    runs_on,
+    tensor_map,
+)
+from bough.kernels.launching import cdiv, num_sms, power_of_two
+from bough.kernels.linear.skinny import SCRATCH
+from bough.kernels.packed_linear.decode import DeviceCodes
+from bough.kernels.packed_linear.hopper import besides_codes, form_of
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_ROWS: Final = 64
+"""Weight rows of a warpgroup."""
+_SHARED_BYTES: Final = 225 << 10
+"""Of a multiprocessor, for all blocks on it."""
+_BESIDES: Final = 5120
+"""Bytes that a block takes besides its stages, at most."""
+MOST_SPLIT: Final = 64
+"""Tokens that are split..."""
+MOST_ROUNDED: Final = 128
+"""...and that come rounded, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermsCut:
+    """How a product is cut."""
+
+    groups: int
+    """Warpgroups that multiply."""
+    block_k: int
+    programs_per_sm: int
+    splitters: int = 3
+    """Warps that split tokens: with the one that feeds the ring a warpgroup, or two. None if tokens come rounded."""
+    most_stages: int = 8
+
+    @property
+    def block_n(self) -> int:
+        return _ROWS * self.groups
+
+    @property
+    def terms(self) -> int:
+        return 2 if self.splitters else 1
+
+    def stage_bytes(self, block_t: int, form: CodeForm) -> int:
+        return self.block_k * (self.block_n * form.box_bytes // 128 + self.terms * block_t)
+
+    def stages(self, block_t: int, form: CodeForm) -> int:
+        """As many as there is room for."""
+        room = _SHARED_BYTES // self.programs_per_sm - _BESIDES
+        return min(self.most_stages, room // self.stage_bytes(block_t, form))
+
+
+CUTS: Final[dict[str, dict[int, tuple[TermsCut, ...]]]] = {
+    "float8": {
+        8: (TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
+        16: (TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
+        32: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2)),
+        64: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 1)),
+    },
+    "int4": {
+        8: (TermsCut(2, 512, 1), TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
+        16: (TermsCut(2, 512, 1), TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
+        32: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2)),
+        64: (TermsCut(2, 256, 1), TermsCut(1, 256, 1)),
+    },
+}
+"""By kind and tokens of a block: what is tried in turn, since a weight must have whole tiles."""
+ROUNDED_CUTS: Final = (TermsCut(4, 128, 1, 0), TermsCut(2, 128, 1, 0), TermsCut(1, 128, 1, 0))
+"""The same for tokens that come rounded."""
+
+
+@cache
+def is_ready(device: torch.device) -> bool:
+    """Whether the kernel can be had on a device; says why not where it could be expected."""
+    load = partial(_kernel, device, CUTS["float8"][8][0], 8, CodeForm(kind=1))
+    return runs_on(device, load, "quantised weights are widened")
+
+
+def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
+    """The kernel's machine code. Needs no device."""
+    defines = {
+        "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t, form),
+        "TERMS": cut.terms, "SPLITTERS": cut.splitters, **form.defines(),
+    }  # fmt: skip
+    return cached_cubin(_SOURCE, "sm_90a", defines)
+
+
+@cache
+def _kernel(device: torch.device, cut: TermsCut, block_t: int, form: CodeForm) -> CudaKernel:
+    threads = 128 * cut.groups + 32 * cut.splitters + 32
+    room = cut.stages(block_t, form) * cut.stage_bytes(block_t, form) + 1024
+    return CudaKernel(cubin(cut, block_t, form), "terms", device, threads=threads, shared_bytes=room)
+
+
+def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
+    """How the product of tokens in bf16 is cut; None: the kernel can't serve it."""
+    tokens, depth = x_TD.shape
+    cuts = CUTS.get(weight.kind, {}).get(power_of_two(tokens, 8), ())
+    if depth != weight.cols or x_TD.dtype != torch.bfloat16 or not can_map(x_TD):
+        return None
+    return _fitting(cuts, weight, bias_O, out_TO)
+
+
+def rounded_cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
+    """The same of tokens in e4m3, which must be contiguous."""
+    if not 0 < tokens <= MOST_ROUNDED or weight.kind != "float8" or weight.group != 0:
+        return None
+    return _fitting(ROUNDED_CUTS, weight, bias_O, out_TO)
+
+
+def _fitting(cuts: tuple[TermsCut, ...], weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
+    if out_TO.dtype != torch.bfloat16 or (bias_O is not None and bias_O.dtype != torch.bfloat16):
+        return None
+    if form_of(weight) is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
+        return None
+    for cut in cuts:
+        if weight.num_rows % cut.block_n == weight.cols % cut.block_k == 0:
+            return cut
+    return None
+
+
+def multiply_terms(
+    x_TD: Tensor,
+    weight: DeviceCodes,
+    bias_O: Tensor | None,
+    out_TO: Tensor,
+    cut: TermsCut,
+    scale_T: Tensor | None = None,
+) -> None:
+    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous; `cut` is `cut_for` it. With `scale_T`, float32, x is
+    e4m3, and `cut` is `rounded_cut_for` it."""
+    tokens, depth = x_TD.shape
+    device, rows = x_TD.device, weight.num_rows
+    form = form_of(weight)
+    assert form is not None
+    block_t = power_of_two(tokens, 8) if scale_T is None else max(64, cdiv(tokens, 32) * 32)
+    k_steps, tiles = depth // cut.block_k, rows // cut.block_n
+    total = tiles * k_steps
+    per_chunk = cdiv(total, num_sms(device) * cut.programs_per_sm)
+    programs = cdiv(total, per_chunk)
+    partial, counters = SCRATCH.get(device, 2 * programs * cut.block_n * block_t, tiles)
+    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES else None
+    arguments = (
+        tensor_map(x_TD, block_t), tensor_map(weight.codes, cut.block_n, width), scale_T, bias_O, out_TO, partial, counters,
+        tokens, out_TO.stride(0), per_chunk, total, k_steps, besides_codes(weight),
+    )  # fmt: skip
+    _kernel(device, cut, block_t, form).launch(programs, arguments, current_stream(device))
