@@ -1,7 +1,9 @@
-"""Weights in codes through the ring for Hopper: every cut, any tokens, scales and zero points, the same bits each time."""
+"""Weights in codes through Hopper's kernels: every cut, any tokens, scales and zero points, the same bits each time."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ import torch
 from bough.config.model_facts import ClampedGate
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.moe import Biases
-from bough.kernels.packed_linear import hopper, triton as packed
-from bough.kernels.packed_linear.codes import Codes
-from bough.kernels.packed_linear.hopper import RingCut
+from bough.kernels.moe.grouping import round_rows
+from bough.kernels.packed_linear import PackedWeight, hopper, terms, triton as packed
+from bough.kernels.packed_linear.codes import Codes, Inputs
 from bough.kernels.packed_moe import triton as experts
 
 FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels"]
@@ -45,9 +47,15 @@ def codes_of(form: str, rows: int, depth: int) -> Codes:
     return Codes("int4", values, scales(rows, depth // 128, dtype=dtype), 128, zero_OG=zeros, row_scale_O=row_scale)
 
 
-def cuts_of(kind: str, tokens: int) -> Iterator[RingCut]:
+def ways_of(weight: PackedWeight, tokens: int) -> Iterator[Callable[..., None]]:
+    """Products with the weight, of up to `tokens` tokens: by the ring and in terms, in every cut."""
+    rows, depth = weight.shape
     block = max(8, 1 << (tokens - 1).bit_length())
-    yield from hopper._CUTS[kind].get(block, ())
+    for ring in hopper._CUTS[weight.handle.kind].get(block, ()):
+        yield partial(hopper.multiply_codes, cut=ring)
+    for cut in terms.CUTS[weight.handle.kind][block]:
+        if rows % cut.block_n == depth % cut.block_k == 0:
+            yield partial(terms.multiply_terms, cut=cut)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,17 +69,55 @@ def test_agrees_with_double_precision(form: str) -> None:
             x = torch.randn(tokens, depth + 64, dtype=torch.bfloat16, device="cuda")[:, :depth]
             bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda") if draw.random() < 0.5 else None
             expected = x.double() @ dense.t() + (0 if bias is None else bias.double())
-            for cut in cuts_of(weight.handle.kind, tokens):
+            for way in ways_of(weight, tokens):
                 wide = torch.full((tokens, rows + 3), 7.0, dtype=torch.bfloat16, device="cuda")
                 outs = []
                 for _ in range(3):
-                    hopper.multiply_codes(x, weight.handle, bias, wide[:, 1 : rows + 1], cut)
+                    way(x, weight.handle, bias, wide[:, 1 : rows + 1])
                     outs.append(wide[:, 1 : rows + 1].clone())
                 error = (outs[0].double() - expected).norm() / expected.norm()
-                assert error < 4e-3, (rows, depth, tokens, cut, float(error))
+                assert error < 4e-3, (rows, depth, tokens, way, float(error))
                 assert torch.equal(outs[0], outs[1])
                 assert torch.equal(outs[0], outs[2])
                 assert bool((wide[:, [0, -2, -1]] == 7).all())
+
+
+@pytest.mark.parametrize("how", ["outlier", "mean", "tiny", "huge"])
+@pytest.mark.parametrize("form", ["float8 rows", "int4 zeros"])
+def test_terms_keep_tokens_of_any_size(form: str, how: str) -> None:
+    """Tokens are split with a power of two for 256 columns; zero points are taken off products with codes of 4 bits."""
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    weight = packed.pack_codes(codes_of(form, 1024, 2048))
+    dense = packed.dequantise(weight).double()
+    values = torch.randn(11, 2048, device="cuda")
+    if how == "outlier":
+        values[:, 77] = 300.0
+    values = {"mean": values + 1.0, "tiny": values * 1e-30, "huge": values * 1e30}.get(how, values)
+    x = values.bfloat16()
+    x[4] = 0
+    expected = x.double() @ dense.t()
+    found = packed.packed_linear(x, weight, exact=True)
+    assert float((found.double() - expected).norm() / expected.norm()) < (8e-3 if form == "int4 zeros" else 3e-3)
+    assert not found[4].any()
+    x[2, 5] = torch.inf
+    assert packed.packed_linear(x, weight, exact=True).isfinite().all(1).tolist() == [row != 2 for row in range(11)]
+
+
+def test_rounded_tokens_agree_with_the_library() -> None:
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    for rows, depth in ((192, 512), (1024, 14336)):
+        codes = codes_of("float8 rows", rows, depth)
+        exact, weight = packed.pack_codes(codes), packed.pack_codes(replace(codes, inputs=Inputs("float8")))
+        for tokens in (33, 64, 65, 100, 128, 200):
+            x = torch.randn(tokens, depth, dtype=torch.bfloat16, device="cuda")
+            bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda")
+            values, scales = round_rows(x)
+            expected = (
+                values.double() * scales.double()[:, None] @ packed.dequantise(exact).double().t() + bias.double()
+            )
+            found = [packed.packed_linear(x, weight, bias) for _ in range(2)]
+            assert torch.equal(*found)
+            assert float((found[0].double() - expected).norm() / expected.norm()) < 1e-2, (rows, depth, tokens)
 
 
 SHAPES = [("float8 blocks", 8, 2, 512, 256), ("float8 rows", 8, 2, 512, 128), ("int4 groups", 8, 3, 512, 256),
