@@ -3,7 +3,7 @@
 // Weights are not widened. A bf16 token has 8 significant bits, an e4m3 value has 4: with a power of two as scale, a token is
 // the sum of two such values, and the tensor cores take both as if they were two tokens. e4m3 weights go there from shared
 // memory as they are stored. Codes of 4 bits go through registers: as a byte, a code of 0 .. 15 is the e4m3 value code / 512
-// (values below 1 / 64 are evenly spaced), and zero points are taken off the sums, with the tokens' sums.
+// (values below 1 / 32 are evenly spaced), and zero points are taken off the sums, with the tokens' sums.
 //
 // Blocks, chunks and stages are those of `linear/ring.cu`. Between the thread that feeds the ring and the warps that multiply,
 // other warps split the tokens of a stage, in place: a token's values are read and its terms written by one warp.
@@ -31,6 +31,7 @@ constexpr int WORKERS = 128 * GROUPS;
 constexpr int SPLIT = TERMS == 2 ? SPLITTERS : 0;
 constexpr int BLOCKS = TERMS == 2 ? BLOCK_K / 256 : 1;  // of 256 columns, which have one scale
 constexpr int AT_ONCE = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
+constexpr bool AHEAD = BLOCK_T <= 16;           // codes of 4 bits are expanded while those before are multiplied
 constexpr float LOW_TERM = 1.0f / 16.0f;
 
 #define F4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
@@ -267,6 +268,22 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
   };
   load(tile, k_step);
 #endif
+#if KIND == INT4
+  // A thread has 16 bytes of each of its rows of a box. Byte j of 64 columns has column j in its low half, j + 32 in its high
+  // half: thread q of four has bytes 16 q .. 16 q + 15, and gives four of them, both halves, to a step of the tensor cores.
+  auto codes_of = [&](u32 (&codes)[4][4], u32 box) {
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++) {
+      const uint4 bytes = shared_16(box + (own_row + 8 * lower) * W_ROW_BYTES + lane % 4 * 16);
+      const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+      for (int part = 0; part < 4; part++) {
+        codes[part][lower] = words[part] & 0x0f0f0f0fu;
+        codes[part][2 + lower] = words[part] >> 4 & 0x0f0f0f0fu;
+      }
+    }
+  };
+#endif
   wait_for_kernel_before();
   for (int done = 0; done < steps; tile++, k_step = 0) {
     const int here = min(k_steps - k_step, steps - done);
@@ -288,23 +305,14 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       barrier_wait(split + 8 * slot, parity);
       const u32 from = stages + slot * STAGE_BYTES, tokens = from + BOXES * W_BOX;
       barrier_wait(full + 8 * slot, parity);  // is over; it lets these threads see what the copy engine wrote
+#if KIND == INT4
+      u32 codes[2][4][4];
+#endif
 #pragma unroll
       for (int box = 0; box < BOXES; box += AT_ONCE) {
         float acc[SUMS];
 #if KIND == INT4
-        // A thread has 16 bytes of each of its rows. Byte j of 64 columns has column j in its low half, j + 32 in its high half:
-        // thread q of four has bytes 16 q .. 16 q + 15, and gives four of them, both halves, to a step of the tensor cores.
-        u32 codes[4][4];
-#pragma unroll
-        for (int lower = 0; lower < 2; lower++) {
-          const uint4 bytes = shared_16(from + box * W_BOX + (own_row + 8 * lower) * W_ROW_BYTES + lane % 4 * 16);
-          const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-          for (int part = 0; part < 4; part++) {
-            codes[part][lower] = words[part] & 0x0f0f0f0fu;
-            codes[part][2 + lower] = words[part] >> 4 & 0x0f0f0f0fu;
-          }
-        }
+        if (box == 0 || !AHEAD) codes_of(codes[box % 2], from + box * W_BOX);
 #endif
         products_begin();
 #pragma unroll
@@ -313,12 +321,15 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
           for (int part = 0; part < 4; part++) {
             const u64 right = operand(tokens + (box + each) * T_BOX) + 2 * part;
 #if KIND == INT4
-            multiply_rows(acc, codes[part], right, part);
+            multiply_rows(acc, codes[box % 2][part], right, part);
 #else
             multiply_rows(acc, operand(from + (box + each) * W_BOX + warp / 4 * 64 * 128) + 2 * part, right, each | part);
 #endif
           }
         products_commit();
+#if KIND == INT4
+        if (AHEAD && box + 1 < BOXES) codes_of(codes[(box + 1) % 2], from + (box + 1) * W_BOX);
+#endif
         products_wait<0>();
 #pragma unroll
         for (int r = 0; r < SUMS; r++) asm volatile("" : "+f"(acc[r]));  // none is read before the wait
