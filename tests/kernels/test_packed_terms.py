@@ -38,44 +38,52 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def weight_of(kind: str, rows: int = 512, depth: int = 2048, inputs: Inputs | None = None) -> PackedWeight:
+    """Codes of a form that `terms.CUTS` names."""
     if kind == "float8":
         values = torch.zeros(rows, depth, dtype=torch.float8_e4m3fn)
         return packed.pack_codes(Codes("float8", values, torch.ones(rows, 1), depth, inputs=inputs))
+    if kind == "float8 in blocks":
+        values = torch.zeros(rows, depth, dtype=torch.float8_e4m3fn)
+        return packed.pack_codes(Codes("float8", values, torch.ones(rows // 128, depth // 128), 128, rows=128))
     scales = torch.ones(rows, depth // 128, dtype=torch.float16)
-    return packed.pack_codes(Codes("int4", torch.zeros(rows, depth, dtype=torch.uint8), scales, 128))
+    zeros = torch.zeros(rows, depth // 128, dtype=torch.uint8) if kind == "int4 with zeros" else None
+    return packed.pack_codes(Codes("int4", torch.zeros(rows, depth, dtype=torch.uint8), scales, 128, zero_OG=zeros))
 
 
 def tokens_of(count: int, depth: int = 2048, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(count, depth, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["float8", "int4"])
-@pytest.mark.parametrize("count", [1, 9, 17, 64])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("float8", 1), ("float8", 9), ("float8", 24), ("float8 in blocks", 8), ("int4", 4), ("int4 with zeros", 9)],
+)
 def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
     weight = weight_of(kind)
     out = packed.packed_linear(tokens_of(count), weight)
     (launch,) = launched
     _, cut, block_t, form = launch["how"]
     x_map, weight_map, scales, _, to, *_, tokens, _, per_chunk, total, k_steps, _ = launch["arguments"]
-    assert (x_map[1], weight_map[1:]) == (block_t, (cut.block_n, None if kind == "float8" else 64))
+    assert (x_map[1], weight_map[1:]) == (block_t, (cut.block_n, None if "float8" in kind else 64))
     assert block_t >= tokens == count
     assert (512 // cut.block_n * k_steps, k_steps * cut.block_k) == (total, 2048)
     assert (launch["blocks"] - 1) * per_chunk < total <= launch["blocks"] * per_chunk
     assert scales is None
-    assert (cut.terms, form.group) == (2, 0 if kind == "float8" else 128)
+    assert (cut.terms, form.group, form.has_zeros) == (2, 0 if kind == "float8" else 128, "zeros" in kind)
     assert to is out
 
 
-def test_more_tokens_are_multiplied_in_halves(launched: list[dict[str, Any]]) -> None:
-    out = packed.packed_linear(tokens_of(100), weight_of("int4"))
-    assert out.shape == (100, 512)
-    counts = [launch["arguments"][7] for launch in launched]
-    assert counts == [64, 36]
-    first, second = (launch["arguments"][4] for launch in launched)
-    assert (first.data_ptr(), second.data_ptr()) == (out.data_ptr(), out[64].data_ptr())
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("float8", 25), ("float8 in blocks", 9), ("int4", 5), ("int4 with zeros", 8), ("int4 with zeros", 17)],
+)
+def test_more_tokens_than_are_split_in_time(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
+    out = torch.empty(count, 512, dtype=torch.bfloat16)
+    assert terms.cut_for(tokens_of(count), weight_of(kind).handle, None, out) is None
+    assert not launched
 
 
-@pytest.mark.parametrize("count", [33, 100, 128])
+@pytest.mark.parametrize("count", [33, 64, 96])
 def test_rounded_tokens_have_one_term(
     count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +102,7 @@ def test_rounded_tokens_have_one_term(
 def test_others_are_left_to_other_kernels(why: str, launched: list[dict[str, Any]]) -> None:
     rows, depth = 512 + (32 if why == "rows" else 0), 2048 + (128 if why == "depth" else 0)
     dtype = torch.float16 if why == "type" else torch.bfloat16
-    x = tokens_of(65 if why == "tokens" else 4, depth, dtype)
+    x = tokens_of(25 if why == "tokens" else 4, depth, dtype)
     if why == "strides":
         x = tokens_of(4, depth + 1)[:, :depth]
     bias = torch.zeros(rows) if why == "bias" else None
@@ -107,10 +115,11 @@ def test_others_are_left_to_other_kernels(why: str, launched: list[dict[str, Any
 
 def test_every_cut_has_room() -> None:
     """For two stages, beside what else the blocks of a multiprocessor take."""
-    cuts = [(kind, block_t, cut) for kind, by in terms.CUTS.items() for block_t, cuts in by.items() for cut in cuts]
-    cuts += [("float8", block_t, cut) for block_t in (64, 96, 128) for cut in terms.ROUNDED_CUTS]
+    split = [(kind, most, cut) for kind, by in terms.CUTS.items() for most, cuts in by.items() for cut in cuts]
+    cuts = [(kind, max(8, 1 << (most - 1).bit_length()), cut) for kind, most, cut in split]
+    cuts += [("float8", block_t, cut) for block_t in (64, 96) for cut in terms.ROUNDED_CUTS]
     for kind, block_t, cut in cuts:
-        form = CodeForm(CODE_KINDS[kind], group=0 if kind == "float8" else 128)
+        form = CodeForm(CODE_KINDS[kind.split()[0]], group=0 if kind == "float8" else 128)
         stages = cut.stages(block_t, form)
         facts = stages * (cut.block_k // 256 + cut.block_k // 128) * 4 * block_t + 3 * 8 * stages + 4
         taken = stages * cut.stage_bytes(block_t, form) + 1024 + facts + 1024

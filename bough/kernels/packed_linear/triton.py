@@ -2,7 +2,7 @@
 """Packed weights on a GPU.
 
 Few tokens: the packed weight streams through the multiprocessors once and is multiplied as it is, cut as `linear.skinny`
-cuts plain ones (on Hopper, e4m3 and INT4 by `terms`, or by `hopper` where a weight has no whole tiles for it). Many
+cuts plain ones (on Hopper, e4m3 and INT4 by `terms` or by `hopper`, whichever is faster and has whole tiles). Many
 tokens: e4m3 with a scale per row is multiplied with activations rounded to e4m3, if the device has such arithmetic and the
 checkpoint asks for it; other weights are dequantised, and the vendor's library multiplies.
 """
@@ -34,8 +34,8 @@ _INTEGERS: Final[dict[str, CodeKind]] = {"Q4_0": "int4", "Q8_0": "int8"}
 FEW_TOKENS: Final = 64
 """Up to here weights are multiplied as they are..."""
 _FEW_ROUNDED: Final = 32
-"""...unless tensor cores take them with rounded activations: an H200 needs 114 to 127 us for up to 64 tokens with four of a
-Llama's weights, and 89 for 32 and 126 for 64 where they are converted."""
+"""...unless tensor cores take them with rounded activations: an H200 needs 92 us for 48 tokens with four of a Llama's
+weights, rounding included, and 91 for 32 and 126 for 64 where they are converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,24 +186,11 @@ def packed_linear(
         return multiply(x_TD, weight.handle, bias_O, x_TD.new_empty(len(x_TD), weight.rows) if out is None else out)
     if rounded:
         result = _multiply_rounded(x_TD, weight.handle, bias_O)
-    elif _serves_halves(x_TD, weight.handle, bias_O):
-        result = x_TD.new_empty(len(x_TD), weight.rows) if out is None else out
-        for half, to in zip(x_TD.split(FEW_TOKENS), result.split(FEW_TOKENS), strict=True):
-            multiply(half, weight.handle, bias_O, to)
-        return result
     else:
         dense = x_TD.new_empty(weight.rows, x_TD.shape[1])
         dequantise_rows(weight.handle, dense.shape[1], dense)
         result = F.linear(x_TD, dense, None if bias_O is None else bias_O.to(x_TD.dtype))
     return result if out is None else out.copy_(result)
-
-
-def _serves_halves(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) -> bool:
-    """Whether a weight had better be read twice, for half of the tokens each time, than be dequantised."""
-    first = x_TD[:FEW_TOKENS]
-    if len(x_TD) > 2 * FEW_TOKENS or first.stride(1) != 1:
-        return False
-    return terms.cut_for(first, weight, bias_O, first) is not None
 
 
 def _linear_of_blocks(x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None, out: Tensor | None) -> Tensor:
