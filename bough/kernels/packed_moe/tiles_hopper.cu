@@ -303,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int owners[2][GROUPS_OF_WARPS][BLOCK_T];
-  __shared__ int sources[2][BLOCK_T];
   __shared__ int num_real;
   const u32 base = (u32)__cvta_generic_to_shared(memory);
   Shared shared;
@@ -356,7 +355,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
     }
 
     if (EARLY) wait_for_kernel_before();
-    const int thread = threadIdx.x - CONSUMERS, chunk = thread % 16, lane = threadIdx.x % 32;
+    // A thread has the same 16 bytes of every twelfth token, of both halves of a stage; where tokens lie it keeps for an item.
+    constexpr int EACH = (BLOCK_T + GATHERERS / 8 - 1) / (GATHERERS / 8);
+    static_assert(GATHERERS / 8 == 12, "every second token of a thread has the same swizzle");
+    const int thread = threadIdx.x - CONSUMERS, chunk = thread % 8, first = thread / 8, lane = threadIdx.x % 32;
+    const u32 even = first * ROW_BYTES + (chunk ^ (first % 8)) * 16, odd = even ^ 64;
     Turn announced;
     const auto announce = [&] {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -364,27 +367,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
       if (lane == 0) barrier_arrive(shared.full + 8 * announced.slot);
       announced.next();
     };
-    int place = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x, place ^= 1) {
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int* const pairs = work.pairs + (i64)(item / tiles) * BLOCK_T;
-      const int tokens = multiplied(live_pairs(work, pairs));
-      int* const source = sources[place];  // the other one may still be read
-      for (int i = thread; i < BLOCK_T; i += GATHERERS) {
-        const int pair = __ldcg(pairs + i);
-        source[i] = pair < work.num_pairs ? pair / work.per_token : -1;
+      const int live = live_pairs(work, pairs), tokens = multiplied(live);
+      u32 places[EACH];  // in units of 16 bytes
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const int token = first + 12 * i, pair = token < live ? __ldcg(pairs + token) : 0;
+        places[i] = (u32)(pair / work.per_token) * (u32)(work.x_stride / 8);
       }
-      meet(8, GATHERERS);
       for (int step = 0; step < work.boxes; step++) {
         if (filled >= STAGES) barrier_wait(shared.empty + 8 * turn.slot, turn.parity ^ 1);
         const int column = step * 128 + chunk * 8;
-        const u32 to = shared.stages + turn.slot * STAGE_BYTES + chunk / 8 * X_BOX;
-        const bool inside = column < work.depth;
-#pragma unroll 4
-        for (int token = thread / 16; token < tokens; token += GATHERERS / 16) {
-          const int from = source[token], bytes = inside && from >= 0 ? 16 : 0;
-          const u16* x = bytes ? work.x + from * work.x_stride + column : work.x;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + token * ROW_BYTES + ((chunk ^ token) % 8) * 16),
-                       "l"(x), "r"(bytes) : "memory");
+        const u32 to = shared.stages + turn.slot * STAGE_BYTES;
+        const uint4* const x = (const uint4*)work.x + column / 8;
+        const int one = column < work.depth ? 16 : 0, other = column + 64 < work.depth ? 16 : 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+          const int token = first + 12 * i;
+          if (token < tokens) {
+            const u32 at = to + (i % 2 ? odd : even) + i * (12 * ROW_BYTES);
+            const uint4* const from = x + places[i];
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(token < live ? one : 0));
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at + X_BOX), "l"(from + 8),
+                         "r"(token < live ? other : 0));
+          }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
         turn.next();

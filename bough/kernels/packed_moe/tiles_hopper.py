@@ -96,21 +96,17 @@ class TiledProduct:
 
 
 _MANY: Final = float("inf")
-_FLOAT8: Final = ((8.0, None), (24.0, Tile(32, 3)), (200.0, Tile(64, 3)), (_MANY, None))
 _BY_PAIRS: Final[dict[str, tuple[tuple[float, Tile | None], ...]]] = {
-    "float4": (
-        (2.5, None), (10.0, Tile(16, 3)), (30.0, Tile(32, 3)), (160.0, Tile(64, 3)), (320.0, Tile(128, 3)), (_MANY, None),
-    ),
-    "float8": _FLOAT8,
-    "int4": _FLOAT8,
-}  # fmt: skip
-"""By kind of codes: up to this mean number of pairs of an expert, this tile; None: other kernels are faster (few pairs:
-`hopper`, many: weights made bf16 once). INT4 was not measured.
+    "float4": ((2.0, None), (28.0, Tile(32, 3)), (70.0, Tile(64, 3)), (_MANY, Tile(128, 3))),
+    "float8": ((5.0, None), (28.0, Tile(32, 3)), (230.0, Tile(64, 3)), (_MANY, Tile(128, 2))),
+    "int4": ((5.0, None), (28.0, Tile(32, 2)), (230.0, Tile(64, 2)), (_MANY, Tile(128, 2))),
+}
+"""By kind of codes: up to this mean number of pairs of an expert, this tile; None: `hopper` is faster. INT4 was not timed.
 
-Microseconds of a layer on an H200, the best tile beside the best of the others. MXFP4 with 32 experts of 2880 x 2880:
-3 pairs 198 and 201, 8 208 and 247, 12 232 and 280, 25 293 and 479, 38 415 and 724, 125 902 and 1,489, 500 2,840 and 2,344.
-Blocks of FP8 with 128 experts of 2048 x 768: 4 pairs 227 and 195, 6 232 and 227, 12 230 and 319, 62 443 and 551, 250 1,367
-and 1,242."""
+Microseconds of a layer on an H200, the best tile beside the best of the other kernels. MXFP4, 32 experts of 2880 x 2880: 1
+pair 131 and 129, 3 pairs 186 and 197, 8 192 and 241, 12 197 and 270, 25 212 and 462, 38 295 and 717, 125 496 and 1,464,
+500 1,551 and 2,383. Blocks of FP8, 128 experts of 2048 x 768: 4 pairs 206 and 189, 6 209 and 220, 12 210 and 316, 62 338
+and 551, 250 995 and 1,258."""
 
 
 def tile_for(kind: str, num_pairs: int, num_experts: int) -> Tile | None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch

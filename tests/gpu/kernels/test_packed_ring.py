@@ -14,7 +14,7 @@ from bough.kernels.moe import Biases
 from bough.kernels.moe.grouping import round_rows
 from bough.kernels.packed_linear import PackedWeight, hopper, terms, triton as packed
 from bough.kernels.packed_linear.codes import Codes, Inputs
-from bough.kernels.packed_moe import triton as experts
+from bough.kernels.packed_moe import PackedExperts, hopper as few_hopper, tiles_hopper, triton as experts
 
 FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels"]
 
@@ -124,12 +124,9 @@ SHAPES = [("float8 blocks", 8, 2, 512, 256), ("float8 rows", 8, 2, 512, 128), ("
           ("float4 groups", 8, 2, 576, 320)]  # fmt: skip
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("form", "num_experts", "per_token", "width", "inner"), SHAPES)
-def test_experts_agree_with_the_portable_kernels(
-    form: str, num_experts: int, per_token: int, width: int, inner: int, biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens of few and of many experts, some of which are elsewhere."""
+def experts_of(
+    form: str, num_experts: int, width: int, inner: int, biased: bool
+) -> tuple[PackedExperts, ClampedGate | None]:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
     biases = clamp = None
     if biased:
@@ -141,6 +138,17 @@ def test_experts_agree_with_the_portable_kernels(
         biases,
     )
     assert stacks is not None
+    return stacks, clamp
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("form", "num_experts", "per_token", "width", "inner"), SHAPES)
+def test_experts_agree_with_the_portable_kernels(
+    form: str, num_experts: int, per_token: int, width: int, inner: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of few and of many experts, some of which are elsewhere."""
+    stacks, clamp = experts_of(form, num_experts, width, inner, biased)
+    monkeypatch.setattr(tiles_hopper, "tile_for", lambda *_: None)
     for tokens in (1, 2, 9, 24, 30):
         x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
         ids = torch.stack([torch.randperm(num_experts + 2, device="cuda")[:per_token] for _ in range(tokens)]).int()
@@ -148,9 +156,37 @@ def test_experts_agree_with_the_portable_kernels(
         assert experts._takes_hopper(x, stacks.handle, ids.numel(), "silu", clamp) or not form.startswith("float8")
         found = [experts.packed_experts(x, stacks, weights, ids, "silu", clamp) for _ in range(2)]
         with monkeypatch.context() as without:
-            without.setattr(experts.hopper, "suits", lambda *_: False)
+            without.setattr(few_hopper, "suits", lambda *_: False)
             expected = experts.packed_experts(x, stacks, weights, ids, "silu", clamp)
         torch.testing.assert_close(found[0], expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+        assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("form", "num_experts", "per_token", "width", "inner"), SHAPES)
+def test_experts_in_tiles_agree_with_the_portable_kernels(
+    form: str, num_experts: int, per_token: int, width: int, inner: int, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and columns in no whole tiles, experts elsewhere, and one that most tokens choose."""
+    stacks, clamp = experts_of(form, num_experts, width, inner, biased)
+    draw = random.SystemRandom()
+    tile = tiles_hopper.Tile(draw.choice((16, 32, 64, 128)), 2 if form.startswith("int4") else draw.choice((2, 3)))
+    if form != "float4 groups" and tile.tokens == 128:
+        tile = tile._replace(groups=2)
+    for tokens in (1, 9, 40, 300):
+        x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+        ids = torch.stack([torch.randperm(num_experts + 2, device="cuda")[:per_token] for _ in range(tokens)]).int()
+        ids[tokens // 3 :, 0] = 1
+        weights = torch.rand(tokens, per_token, device="cuda")
+        with monkeypatch.context() as only:
+            only.setattr(tiles_hopper, "tile_for", lambda *_: tile)
+            assert experts._takes_tiles(x, stacks.handle, ids.numel(), "silu", clamp)
+            found = [experts.packed_experts(x, stacks, weights, ids, "silu", clamp) for _ in range(2)]
+        with monkeypatch.context() as without:
+            without.setattr(tiles_hopper, "tile_for", lambda *_: None)
+            without.setattr(few_hopper, "suits", lambda *_: False)
+            expected = experts.packed_experts(x, stacks, weights, ids, "silu", clamp)
+        assert (found[0] - expected).double().norm() < 1e-2 * expected.double().norm(), (tile, tokens)
         assert torch.equal(found[0], found[1])
 
 
