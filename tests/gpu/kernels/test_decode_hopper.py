@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -172,15 +171,14 @@ def test_reads_and_writes_eight_bits(
     kv_heads: int,
     norm: bool,
     suited: list[object],
-    cases: ModuleType,
 ) -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
-    bed = cases.Bed(torch.device("cuda"), True, random.Random(7))
-    spec = cases.layer_of(heads, kv_heads, 128)
+    bed = Bed(torch.device("cuda"), True, random.Random(7))
+    spec = layer_of(heads, kv_heads, 128)
     page_size = PAGES[len(contexts) % len(PAGES)]
-    inputs = cases.attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, dtype)
+    inputs = attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, dtype)
     inputs = replace(inputs, k_scales=[scales[0]], v_scales=[scales[1]])
-    for cache in (*inputs.k_caches, *inputs.v_caches):  # page 0 is nobody's
+    for cache in (*inputs.k_caches, *inputs.v_caches):  # no row has page 0
         cache[0].view(torch.uint8).fill_(0x7F)
     given = _tensors(inputs, heads, kv_heads, norm)
     caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
