@@ -26,15 +26,16 @@ def test_new_and_repeated_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     images.measure(seeing, 1, row)
     counts = dict(computed)
     one = 80
-    assert [each["patches"] for each in tell] == [one, one, one, 0, 8 * one]
+    assert [each["patches"] for each in tell] == [one, one, one, 0, 8 * one, 8 * one]
     assert tell[0]["tokens"] == 20 + 64
     assert counts["same image"] == counts["new image"] == 3 * one, "two to warm up, and the one that is new"
-    assert counts["8 requests with new images"] == 11 * one
+    assert counts["8 requests with new images, first time"] == 11 * one
+    assert counts["8 requests with new images"] == 19 * one
     assert all(each["ms"] > 0 for each in tell)
 
     file = tmp_path / "rows.jsonl"
     assert images.main(["--size", "tiny", "--repeats", "1", "--json", str(file)]) == 0
-    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 5
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 6
 
 
 def test_the_full_shape_is_the_goals() -> None:
