@@ -1,7 +1,7 @@
 PY := .venv/bin/python
 STAMP := .venv/.ready
 
-.PHONY: mutate setup serve test test-long test-gpu test-clients test-ray check fix soak bench docs clean
+.PHONY: mutate setup serve test test-long test-gpu test-clients test-ray check check-style check-types check-imports fix soak bench docs clean
 
 setup: $(STAMP)
 
@@ -55,10 +55,17 @@ ONLY ?=
 mutate: setup
 	$(PY) tests/mutants/mutate.py $(ONLY) $(if $(filter command line environment,$(origin MINUTES)),--minutes $(MINUTES))
 
-check: setup
+# `make -j2 check` uses two cores: most of the time is mypy's.
+check: check-style check-types check-imports
+
+check-style: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+check-types: setup
 	.venv/bin/mypy
+
+check-imports: setup
 	.venv/bin/lint-imports
 
 fix: setup

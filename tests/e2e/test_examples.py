@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import bough as sgl
-from tests.covers import cover
+from tests.covers import long
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -24,6 +24,7 @@ APIS = ("native", "openai-chat", "openai-completion")
 FEW = ["best_of_n", "json_extraction"]
 """Examples that run on every kind of backend in the short form; `long` runs all of them on all."""
 OTHERS = [name for name in EXAMPLES if name not in FEW]
+LONG = [long(name, api) for name in EXAMPLES for api in APIS]
 
 # All examples in one process, on one engine: their own `use_backend` is told to use it.
 ON_ENGINE = """
@@ -66,7 +67,7 @@ def run_script(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("name", "api"), cover(EXAMPLES, APIS))
+@pytest.mark.parametrize(("name", "api"), [*zip([*FEW, "llm_judge"], APIS, strict=True), *LONG])
 def test_example_on_a_server(name: str, api: str, server_url: str) -> None:
     out = run_script(str(ROOT / "examples" / f"{name}.py"), "--backend-url", server_url, "--api", api)
     assert len(out.splitlines()) >= 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from in_process import InProcess, Setup
 
@@ -32,6 +33,7 @@ def test_eight_bits_lose_little() -> None:
     assert 1e-5 < divergence.mean() <= 0.01, "little, but something: 8 bits were really used"
 
 
+@pytest.mark.long
 def test_codes_lose_less_than_floats_of_as_many_bits() -> None:
     """A scale for every token and head: 8 bits are next to nothing, 4 bits are felt by a model of this size."""
     checkpoint = open_checkpoint("")
