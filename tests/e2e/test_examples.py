@@ -87,6 +87,7 @@ def test_example_on_a_runtime(
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
+@pytest.mark.long
 def test_examples_on_an_engine(tmp_path: Path, names: list[str]) -> None:
     script = tmp_path / "on_engine.py"
     script.write_text(ON_ENGINE)

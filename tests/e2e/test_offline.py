@@ -29,6 +29,7 @@ def live(engine: bough.Engine) -> int:
     return int(state["running"] + state["prefilling"] + state["queued"])
 
 
+@pytest.mark.long
 def test_the_default_model_makes_sense() -> None:
     with bough.Engine(context_length=512, max_total_tokens=1024) as engine:
         answer = generate(engine, "The capital of France is", {"temperature": 0, "max_new_tokens": 2})

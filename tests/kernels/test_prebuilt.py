@@ -52,6 +52,7 @@ def test_every_flag_that_a_build_needs_is_read() -> None:
 
 
 @pytest.mark.skipif(library() is None or prebuilt_kernels(processor().flags) is not None, reason="no compiler")
+@pytest.mark.long
 def test_no_compiler_is_needed_where_a_build_came_with_the_package(tmp_path: Path) -> None:
     built = library()
     assert built is not None

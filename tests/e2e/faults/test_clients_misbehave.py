@@ -263,6 +263,7 @@ def test_health_does_not_flap_for_minutes(steady: Server, monkeypatch: pytest.Mo
 # -- what the device can't do -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_out_of_memory_costs_a_retry_and_then_one_request() -> None:
     """Step 6 runs out of memory once; then every step that brings token 777 in, once more than a request may."""
     with Server(step_faults="oom@6,oom@TOKEN:777,oom@TOKEN:777,raise@TOKEN:888") as server:

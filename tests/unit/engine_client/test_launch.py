@@ -193,6 +193,7 @@ def test_a_parent_that_just_ends_leaves_nothing() -> None:
     assert not directory.exists()
 
 
+@pytest.mark.long
 def test_a_fork_of_the_parent_does_not_end_the_server() -> None:
     owner, directory, pids = own("import os; os.fork() or sys.exit(0); os.wait(); time.sleep(600)")
     time.sleep(0.5)
