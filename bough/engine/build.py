@@ -540,6 +540,8 @@ def serve_steps(
         outbox=open_outbox(launch),
         depth=steps_in_flight(config),
         hooks=hooks,
+        # A CPU computes steps in this very thread, whose own time does not depend on what else the machine does.
+        step_clock=time.thread_time if others is None and company is None and not local.machine.is_async else None,
         report_every_s=config.log.decode_log_interval_s,
         report_every_steps=config.log.decode_log_interval,
         company=None if company is None else company[0],

@@ -56,6 +56,8 @@ class _InFlight(Struct):
     flight: Flight
     launched: Launched | None
     launched_s: float
+    began_s: float
+    """By `Loop.step_clock`."""
     error: Exception | None = None
 
     def wait(self) -> Outcome:
@@ -73,7 +75,8 @@ class Company(Protocol):
 
 
 class Loop:
-    """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned."""
+    """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned. `step_clock`: what
+    steps are compared by, if not by the time that passes."""
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Loop:
         depth: int = 1,
         hooks: Hooks | None = None,
         clock: Clock | None = None,
+        step_clock: Callable[[], float] | None = None,
         idle_s: float = 0.5,
         report_every_s: float = 5.0,
         report_every_steps: int = 0,
@@ -102,6 +106,8 @@ class Loop:
         self.depth = depth
         self.hooks = hooks or Hooks()
         self.clock = clock or SystemClock()
+        self.step_clock = step_clock or self.clock.monotonic
+        """Seconds by which steps of several kinds are compared."""
         self.idle_s = idle_s
         self.company = company
         self.strict = strict
@@ -114,7 +120,7 @@ class Loop:
         self._groups = Groups()
         self._in_flight: deque[_InFlight] = deque()
         self._failures = 0
-        self._settled_s = 0.0
+        self._settled_s = self._ended_s = 0.0
         self._busy = True
         self._worked = False
 
@@ -198,7 +204,7 @@ class Loop:
         self.laps.commit += committed - planned
         if flight is None:
             return None
-        entry = _InFlight(flight, None, now)
+        entry = _InFlight(flight, None, now, self.step_clock())
         try:
             entry.launched = self.runner.launch(flight.step)
         except Exception as error:
@@ -250,8 +256,14 @@ class Loop:
         spent_ms = 1e3 * (now - max(entry.launched_s, self._settled_s))
         step = entry.flight.step
         self.queues.cost.observe(spent_ms, step.num_tokens - step.num_decode_tokens)
-        if self.queues.drafter is not None and step.num_tokens == step.num_decode_tokens:
-            self.queues.drafter.timed(step.num_rows, step.num_tokens, spent_ms, step.proposals)
+        if self.queues.drafter is not None:
+            ended_s = self.step_clock()
+            took_ms = 1e3 * (ended_s - max(entry.began_s, self._ended_s))
+            self._ended_s = ended_s
+            if step.num_tokens == step.num_decode_tokens:
+                self.queues.drafter.timed(step.num_rows, step.num_tokens, took_ms, step.proposals)
+            else:
+                self.queues.drafter.prompts_timed(took_ms, step.proposals)
         self._settled_s = now
         if entry.flight.chunks:
             self.queues.grow_prefills()

@@ -140,6 +140,7 @@ def drafter_of(config: Config, limits: Limits, decided: Decided) -> Drafter | No
             adaptive=asked.speculative_adaptive,
             reach=reach_of(decided.draft.facts, tree_of(asked)),
             upkeep=upkeep_of(decided.draft.facts, decided.facts),
+            keeps_kv=not isinstance(decided.draft.facts.kind, Medusa),
             trees=tree_of(asked) is not None,
         )
     guesser: Guesser

@@ -40,9 +40,9 @@ class Drafter(Protocol):
         """Drafts for the rows of a step: at most `most[row]` each, and `num_tokens` in all. None: none are worth it."""
         ...
 
-    def proposals(self, num_rows: int) -> int:
+    def proposals(self, num_rows: int, *, prompts: bool) -> int:
         """Drafts that the proposer on the device leaves for each row of a step in which `num_rows` rows decode;
-        `core.step.NO_PROPOSER`: it does not run, or there is none."""
+        `core.step.NO_PROPOSER`: it does not run, or there is none. `prompts`: the step may have parts of prompts."""
         ...
 
     def reach(self, proposals: int) -> int:
@@ -61,6 +61,10 @@ class Drafter(Protocol):
 
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         """A step of decode rows alone, in which `proposals` drafts were left, took so long."""
+        ...
+
+    def prompts_timed(self, ms: float, proposals: int) -> None:
+        """A step with parts of prompts, in which `proposals` drafts were left, took so long."""
         ...
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:

@@ -90,7 +90,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
     if queues.drafter is not None:
-        plan.proposals = queues.drafter.proposals(len(plan.decodes))
+        plan.proposals = queues.drafter.proposals(len(plan.decodes), prompts=wants_prefill)
     num_decodes = len(plan.decodes) + len(plan.runs)
     height = limits.layout.column_pages
     run_columns = sum(run.num_new_columns for run in plan.runs)
@@ -310,7 +310,7 @@ def _plan_drafts(
     the rows' own limits allow: pages that certain tokens need come first, then those of drafts."""
     offer = _offered(plan, queues, drafter, limits, wants_prefill=wants_prefill)
     columns -= sum(run.num_new_columns for run in plan.runs)
-    reach = drafter.reach(drafter.proposals(len(plan.decodes)))
+    reach = drafter.reach(drafter.proposals(len(plan.decodes), prompts=wants_prefill))
     for given, ahead in ((offer, reach), (offer, 0), (None, reach)):
         if given is None and not ahead:
             continue

@@ -23,10 +23,11 @@ class Acceptance:
     """Rates of [kind, place]: of drafts of that kind that were right so far, how many are at that place, too."""
 
     def __init__(self, num_kinds: int, num_places: int, prior: F64, num_slots: int) -> None:
-        """`prior`: [kinds], the rate to begin with."""
-        shape = (num_kinds, num_places)
-        self._tried: F64 = np.full(shape, _PRIOR_WEIGHT)
-        self._right: F64 = np.broadcast_to(prior[:, None] * _PRIOR_WEIGHT, shape).copy()
+        """`prior`: [kinds], the rate of the first place to begin with."""
+        self._tried: F64 = np.zeros((num_kinds, num_places))
+        self._right: F64 = np.zeros((num_kinds, num_places))
+        self._rate: F64 = np.broadcast_to(prior[:, None], (num_kinds, num_places)).copy()
+        self._prior = prior
         self._row_right = np.full(num_slots, _ROW_WEIGHT)
         self._row_expected = np.full(num_slots, _ROW_WEIGHT)
 
@@ -37,20 +38,25 @@ class Acceptance:
     def rates(self, kind: int, slot: int, count: int) -> F64:
         """Of each of the first `count` places: how likely the draft there is right, given that those before it are."""
         fares = min(max(self._row_right[slot] / self._row_expected[slot], _LEAST), _MOST)
-        rates: F64 = np.minimum(fares * self._right[kind, :count] / self._tried[kind, :count], _SUREST)
+        rates: F64 = np.minimum(fares * self._rate[kind, :count], _SUREST)
         return rates
 
     def observe(self, kind: int, slot: int, num_right: int, num_tried: int) -> None:
         """Of `num_tried` drafts the first `num_right` were right."""
         seen = min(num_right + 1, num_tried)
         places = slice(0, seen)
-        expected = float(np.cumprod(self._right[kind, places] / self._tried[kind, places]).sum())
+        expected = float(np.cumprod(self._rate[kind, places]).sum())
         self._row_right[slot] = _ROW_DECAY * self._row_right[slot] + num_right
         self._row_expected[slot] = _ROW_DECAY * self._row_expected[slot] + expected
         self._tried[kind, places] = _DECAY * self._tried[kind, places] + 1.0
         self._right[kind, places] *= _DECAY
         self._right[kind, :num_right] += 1.0
+        rate = float(self._prior[kind])
+        tried, right = self._tried[kind].tolist(), self._right[kind].tolist()
+        for place in range(len(tried)):  # one of which nothing is known fares as the one before it
+            rate = (right[place] + _PRIOR_WEIGHT * rate) / (tried[place] + _PRIOR_WEIGHT)
+            self._rate[kind, place] = rate
 
     def table(self) -> F64:
         """Rates of [kind, place], all rows together."""
-        return self._right / self._tried
+        return self._rate

@@ -9,7 +9,7 @@ import numpy as np
 from bough.core.step import I32
 from bough.speculative.acceptance import F64
 
-_MARGIN = 1.01
+_MARGIN = 1.03
 """Drafts must promise this much more than none: what they promise is an estimate."""
 
 

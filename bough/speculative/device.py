@@ -3,6 +3,10 @@ right and what steps take, for each range of batch sizes.
 
 Rows need not wait: a step verifies what the one before it left, and leaves drafts for the next. All rows of a step have as
 many, since the proposer makes them for all rows at once.
+
+Whatever estimates say, it may lose a small part of the time only (`LossBudget`). Where that is spent the proposer rests: steps
+and prompts are computed as if there were none. It wakes when there is something to lose again. Rows that began meanwhile
+are not drafted for, if it keeps KV: it has not seen them.
 """
 
 from __future__ import annotations
@@ -16,18 +20,14 @@ from bough.core.step import FIRST_DRAFT, I32, I64, NO_PROPOSER, Bool
 from bough.scheduler.drafting import Offer
 from bough.scheduler.queues import Job, Queues
 from bough.speculative.acceptance import F64
-from bough.speculative.costs import rows_of
+from bough.speculative.budget import MOST_SLOW, LossBudget
+from bough.speculative.costs import Pace, StepTimes, rows_of
+from bough.speculative.rates import GOOD_RATE, PlaceRates, TreeRates
 
-_PRIOR_RATE, _PRIOR_ROWS = 0.6, 16.0
-"""How often a draft is right whose predecessors are, as long as nothing is known, and how many rows that counts as."""
-_MEMORY_ROWS = 2000.0
-"""Rows after which an older one counts a third."""
-_TIMES = 15
-"""Steps whose times are remembered for each number of drafts: their median is not moved by one slow step."""
-_ENOUGH = 4
-"""Steps of a kind that are timed before they are compared."""
-_FIRST_SLOPE = 0.15
-"""Of a step's time: what one draft more takes, as long as it was not measured."""
+_KNOWN_AT_FIRST = 2
+"""Steps with drafts of a range of batch sizes, before it is seen what steps take without."""
+_COLD_STEPS = 2
+"""The very first steps say nothing about what others take."""
 _CLEAR_GAIN = 1.03
 """Factor by which another number of drafts must promise more tokens a second before it is taken."""
 _COMPARE_EVERY = 8
@@ -37,118 +37,58 @@ _LOOK_STEPS = 5
 _LOOK_EVERY = 256
 """Steps between two trials, at least."""
 _LOOK_LOSS = 0.005
-"""The largest part of the time that trials may take; steps between two trials follow from it."""
+"""...and so many that trials take no more than this part of the time."""
+_PLAIN_EVERY = 4
+"""Of as many trials one is of steps without the proposer."""
+_LOSS, _FIRST_LOSS, _MOST_GAIN, _AGAIN = 0.01, 5.0, 12.0, 0.5
+"""Of `LossBudget`: a head shall never cost more than 5 %..."""
+_GIVEN = 0.04
+"""...of which prompts, whose states it keeps, may take this part of their time unseen."""
+_WAKING = 3.0
+"""What there must be to lose, in plain steps, before a proposer that rests is tried again..."""
+_FIRST_REST, _LONGEST_REST = 256, 32768
+"""...and how many steps it rests at least: twice as many each time that it has not paid."""
 _TIRED_STEPS = 256
-"""Steps without a gain after which a proposer that costs something stops altogether."""
+"""Steps without a gain after which a proposer that costs something rests, too..."""
 _CHEAP = 0.02
-"""Part of a step that keeping the KV of a proposer takes at most for it not to be stopped."""
-_SLEEP_STEPS, _LONGEST_SLEEP = 2048, 32768
-"""Steps that a stopped proposer rests: the first time, and at most. The time doubles with each rest."""
-
-
-class PlaceRates:
-    """By range of batch sizes and place: how often a draft is right if those before it are."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._tried: dict[int, F64] = {}
-        self._right: dict[int, F64] = {}
-
-    def observe(self, rows: int, drafts: I32, accepted: I32) -> None:
-        """Of rows of one step: their drafts, and how many of them were right."""
-        tried, right = self._of(rows)
-        keep = float(np.exp(-len(drafts) / _MEMORY_ROWS))
-        place = np.arange(self._most)
-        tried *= keep
-        right *= keep
-        tried += np.count_nonzero((drafts[:, None] > place) & (accepted[:, None] >= place), axis=0)
-        right += np.count_nonzero(accepted[:, None] > place, axis=0)
-
-    def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step, by its number of drafts."""
-        tried, right = self._of(rows)
-        survival = np.multiply.accumulate(right / tried)
-        return np.concatenate(([1.0], 1.0 + np.add.accumulate(survival)))
-
-    def _of(self, rows: int) -> tuple[F64, F64]:
-        if rows not in self._tried:
-            nearest = min(self._tried, key=lambda each: abs(each - rows), default=None)
-            rate = np.full(self._most, _PRIOR_RATE) if nearest is None else self._right[nearest] / self._tried[nearest]
-            self._tried[rows] = np.full(self._most, _PRIOR_ROWS)
-            self._right[rows] = _PRIOR_ROWS * rate
-        return self._tried[rows], self._right[rows]
-
-
-class TreeRates:
-    """By range of batch sizes and number of nodes: how many nodes are on the path that is taken."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._seen: dict[int, dict[int, tuple[float, float]]] = {}
-        """Range -> nodes -> rows and their accepted nodes, older ones counting less."""
-
-    def observe(self, rows: int, drafts: I32, accepted: I32) -> None:
-        keep = float(np.exp(-len(drafts) / _MEMORY_ROWS))
-        known = self._seen.setdefault(rows, {})
-        for count in np.unique(drafts).tolist():
-            mine = drafts == count
-            before, right = known.get(count, (0.0, 0.0))
-            known[count] = keep * before + np.count_nonzero(mine), keep * right + float(accepted[mine].sum())
-
-    def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step, by its number of nodes. Twice as many nodes add about as much each
-        time, so what was not tried lies on a line over the logarithm."""
-        nearest = min(self._seen, key=lambda each: abs(each - rows), default=None)
-        points = {0: 1.0}
-        for count, (tried, right) in ({} if nearest is None else self._seen[nearest]).items():
-            prior = _PRIOR_RATE * (1.0 + np.log2(count)) / 2.0
-            points[count] = 1.0 + (right + _PRIOR_ROWS * prior) / (tried + _PRIOR_ROWS)
-        if len(points) == 1:
-            points[self._most] = 1.0 + _PRIOR_RATE * (1.0 + np.log2(self._most)) / 2.0
-        counts = sorted(points)
-        made: F64 = np.interp(
-            np.log1p(np.arange(self._most + 1)), np.log1p(counts), [points[count] for count in counts]
-        )
-        return made
+"""...if keeping its KV takes more than this part of a step."""
+_MOST_UNPAID = 64
 
 
 class _Range:
-    """What is known of steps of about as many rows."""
+    """What is known of steps of about as many rows. Kinds of steps: 0 is without the proposer, 1 + n with n drafts."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._recent: dict[int, deque[float]] = {}
+    def __init__(self, most: int, pace: Pace) -> None:
+        self.times = StepTimes(pace)
         self.chosen = most
         self.trial: int | None = None
+        """As `Step.proposals`."""
         self.trials = 0
         """Steps that the trial still lasts."""
         self.rest = _LOOK_EVERY
         """Steps until the next one."""
+        self.num_trials = 0
+        self.plain_trials = 0
+        self.plain_wait = 0
+        """Steps until plain ones are tried again, where their times did not count."""
+        self.unpaid: deque[tuple[int, float, float]] = deque(maxlen=_MOST_UNPAID)
+        """Kinds of steps, their milliseconds and the tokens that a row got, until it is known what a plain one takes."""
 
     @property
     def current(self) -> int:
         return self.chosen if self.trial is None else self.trial
 
-    def add(self, drafts: int, ms: float) -> None:
-        self._recent.setdefault(drafts, deque(maxlen=_TIMES)).append(ms)
+    def ms(self, kind: int) -> float:
+        found = self.times.of(kind)
+        assert found is not None, "steps have been timed"
+        return found
 
-    def known(self, drafts: int) -> bool:
-        return len(self._recent.get(drafts, ())) >= _ENOUGH
+    def upkeep(self) -> float | None:
+        """The part of a step with the proposer, but without drafts, that it takes; None: not measured."""
+        return 1.0 - self.ms(0) / self.ms(1) if self.times.known(0) and self.times.known(1) else None
 
-    def times(self) -> F64:
-        """[most + 1]: milliseconds of a step by its drafts; measured, on a line between measurements, or beyond them."""
-        known = sorted(drafts for drafts in self._recent if self.known(drafts))
-        ms = [float(np.median(self._recent[drafts])) for drafts in known]
-        wanted = np.arange(self._most + 1)
-        if len(known) == 1:
-            base = ms[0] / (1.0 + _FIRST_SLOPE * known[0])
-            made: F64 = np.multiply(1.0 + _FIRST_SLOPE * wanted, base, dtype=np.float64)
-            return made
-        made = np.interp(wanted, known, ms)
-        slope = max(ms[-1] - ms[0], 0.0) / (known[-1] - known[0])
-        made[wanted > known[-1]] += slope * (wanted[wanted > known[-1]] - known[-1])
-        made[wanted < known[0]] -= np.minimum(slope * (known[0] - wanted[wanted < known[0]]), 0.5 * ms[0])
-        return made
+    def begin_trial(self, proposals: int) -> None:
+        self.trial, self.trials = proposals, _LOOK_STEPS
 
 
 class DeviceDrafter:
@@ -162,26 +102,38 @@ class DeviceDrafter:
         adaptive: bool,
         reach: Callable[[int], int],
         upkeep: float = 0.0,
+        keeps_kv: bool = True,
         trees: bool = False,
     ) -> None:
         """`most`: drafts of a row. `adaptive`: only as many as pay; otherwise always as many. `reach`: as in `Drafter`.
-        `upkeep`: the part of a step that the proposer takes even if it makes no drafts. `trees`: drafts are their nodes."""
+        `upkeep`: an estimate of the part of a step that the proposer takes even if it makes no drafts. `keeps_kv`: it can
+        draft only for rows that it has seen from their beginning. `trees`: drafts are their nodes."""
         self.most = most
         self._counts = np.unique([0, most // 4, most // 2, most]) if trees else np.arange(most + 1)
         """Numbers of drafts that are chosen from."""
         self._adaptive = adaptive
         self._reach = reach
         self._upkeep = upkeep
+        self._keeps_kv = keeps_kv
         self.rates: PlaceRates | TreeRates = TreeRates(most) if trees else PlaceRates(most)
+        self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, again=_AGAIN)
+        self._pace = Pace()
         self._ranges: dict[int, _Range] = {}
         self._may_draft = np.zeros(num_slots, np.bool_)
         self._covered = np.zeros(num_slots, np.bool_)
         """Slots whose row the proposer has seen from its beginning."""
+        self._per_row = 1.0
+        """Tokens that a row got of the newest step."""
+        self._cold = _COLD_STEPS
         self._tired = 0
-        self._asleep = 0
-        """Steps that the proposer is still to rest; 0: it is awake."""
-        self._sleep = _SLEEP_STEPS
+        self.is_resting = False
+        self._rested = 0
+        """Steps since it began to rest..."""
+        self._least_rest = _FIRST_REST
+        """...of at least as many."""
         self._slept_at = 0
+        self._prompts_ms = 0.0
+        """What prompts have taken more for the proposer, until it is paid for."""
 
     # -- planning ---------------------------------------------------------------------------------
 
@@ -199,8 +151,11 @@ class DeviceDrafter:
         place = np.arange(total) - (np.cumsum(counts) - counts).repeat(counts)
         return Offer(counts, (FIRST_DRAFT - place).astype(np.int32))
 
-    def proposals(self, num_rows: int) -> int:
-        return NO_PROPOSER if self._asleep else self._current(num_rows)
+    def proposals(self, num_rows: int, *, prompts: bool) -> int:
+        if self.is_resting or not (prompts or np.count_nonzero(self._covered)):
+            return NO_PROPOSER
+        found = self._current(num_rows)
+        return max(found, 0) if prompts and self._keeps_kv else found
 
     def reach(self, proposals: int) -> int:
         return self._reach(proposals)
@@ -215,12 +170,12 @@ class DeviceDrafter:
 
     def begin(self, slot: int, job: Job) -> None:
         self._may_draft[slot] = job.may_draft
-        self._covered[slot] = not self._asleep
+        self._covered[slot] = not (self.is_resting and self._keeps_kv)
 
     def learn(self, queues: Queues, slots: I64, drafts: I32, accepted: I32) -> None:
-        if self._asleep:
+        self._per_row = 1.0 + float(accepted.sum()) / max(1, len(slots))
+        if self.is_resting and self._keeps_kv:
             self._covered[slots] = False
-            return
         had = drafts > 0
         if np.count_nonzero(had):
             self.rates.observe(rows_of(len(slots)), drafts[had], accepted[had])
@@ -228,51 +183,119 @@ class DeviceDrafter:
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         if not self._adaptive:
             return
-        if self._asleep:
-            woken = num_rows * 4 <= self._slept_at
-            self._asleep = 0 if woken else self._asleep - 1
+        if self._cold:
+            self._cold -= 1
             return
         rows = rows_of(num_rows)
-        known = self._ranges.setdefault(rows, _Range(self.most))
-        if num_tokens == num_rows * (1 + proposals):
-            known.add(proposals, ms)
-        self._look(rows, known)
-        self._rest(num_rows, known)
+        known = self._ranges.setdefault(rows, _Range(self.most, self._pace))
+        if num_tokens == num_rows * (1 + max(proposals, 0)):
+            known.times.add(1 + proposals, ms)
+        self._pay(known, 1 + proposals, ms)
+        if self.is_resting:
+            self._wake(num_rows, known)
+        else:
+            self._look(rows, known)
+            self._rest(num_rows, known)
+
+    def prompts_timed(self, ms: float, proposals: int) -> None:
+        if not self._adaptive or proposals == NO_PROPOSER or not self._keeps_kv:
+            return
+        shares = [found for known in self._ranges.values() if (found := known.upkeep()) is not None]
+        share = min(shares) if shares else self._upkeep
+        self._prompts_ms += max(share - _GIVEN, 0.0) * ms
+
+    def _pay(self, known: _Range, kind: int, ms: float) -> None:
+        """Books what steps have gained or lost."""
+        known.unpaid.append((kind, ms, self._per_row))
+        if not known.times.known(0):
+            return
+        plain = known.times.at_least(0)
+        self.budget.lose(self._prompts_ms / plain)
+        self._prompts_ms = 0.0
+        for each, took_ms, per_row in known.unpaid:
+            took = min(took_ms, MOST_SLOW * known.ms(each)) / plain if each else 1.0
+            self.budget.pass_time(took)
+            if each or per_row > 1.0:
+                self.budget.lose(took - per_row)
+        known.unpaid.clear()
 
     def _look(self, rows: int, known: _Range) -> None:
         """Chooses the number of drafts, and now and then tries another one."""
+        ended = False
         if known.trial is not None:
             known.trials -= 1
             if known.trials > 0:
                 return
-            known.trial = None
+            known.trial, ended = None, True
         known.rest -= 1
-        if known.rest % _COMPARE_EVERY or not known.known(known.chosen):
+        if not known.times.known(1 + known.chosen, _KNOWN_AT_FIRST):
             return
-        if not known.known(0):
-            known.trial, known.trials = 0, _LOOK_STEPS
+        if not known.times.known(0):
+            known.plain_wait -= 1
+            if known.plain_wait <= 0:
+                known.begin_trial(NO_PROPOSER)
+                known.plain_trials += 1
+                known.plain_wait = _COMPARE_EVERY << min(known.plain_trials, 10)
             return
-        expected, times = self.rates.expected(rows), known.times()
-        worth = np.zeros(self.most + 1)
-        worth[self._counts] = (expected / times)[self._counts]
+        if known.rest % _COMPARE_EVERY and not ended:
+            return
+        worth = self._worth(known, self.rates.expected(rows))
         best = int(worth.argmax())
         if worth[best] > _CLEAR_GAIN * worth[known.chosen]:
             known.chosen = best
-        if known.rest <= 0:
-            now, others = worth[known.chosen], worth.copy()
-            others[known.chosen] = 0.0
-            known.trial, known.trials = int(others.argmax()), _LOOK_STEPS
-            loss = max(now / others.max() - 1.0, 0.0)
-            known.rest = max(_LOOK_EVERY, int(_LOOK_STEPS * loss / _LOOK_LOSS))
+        if known.rest <= 0 and not self.budget.is_spent:
+            self._try_another(known, worth)
+
+    def _try_another(self, known: _Range, worth: F64) -> None:
+        others = worth.copy()
+        others[known.chosen] = 0.0
+        another = int(others.argmax())
+        known.num_trials += 1
+        is_plain = known.chosen > 0 and (another == 0 or known.num_trials % _PLAIN_EVERY == 0)
+        known.begin_trial(NO_PROPOSER if is_plain else another)
+        loss = max(worth[known.chosen] / worth[0 if is_plain else another] - 1.0, 0.0)
+        known.rest = max(_LOOK_EVERY, int(_LOOK_STEPS * loss / _LOOK_LOSS))
+
+    def _worth(self, known: _Range, expected: F64) -> F64:
+        """[most + 1]: tokens a millisecond by number of drafts, where this may be chosen; without any, those of a plain
+        step, since the proposer may rest."""
+        worth = np.zeros(self.most + 1)
+        for count in self._counts.tolist():
+            worth[count] = expected[count] / known.ms(1 + count if count else 0)
+        return worth
 
     def _rest(self, num_rows: int, known: _Range) -> None:
-        """Stops a proposer whose upkeep is not worth it."""
+        """Stops a proposer that does not pay, once what it may lose is lost, or its upkeep has been paid for long."""
         self._tired = self._tired + 1 if known.chosen == 0 else 0
-        if known.chosen > 0:
-            self._sleep = _SLEEP_STEPS
-        if self._upkeep > _CHEAP and self._tired >= _TIRED_STEPS:
-            self._asleep, self._slept_at, self._tired = self._sleep, num_rows, 0
-            self._sleep = min(2 * self._sleep, _LONGEST_SLEEP)
+        if self.budget.left > _FIRST_LOSS:
+            self._least_rest = _FIRST_REST
+        useless = known.chosen == 0 and not self._keeps_kv
+        tired = self._tired >= _TIRED_STEPS and self._upkeep > _CHEAP
+        if self.budget.is_spent or useless or tired:
+            self.is_resting, self._rested, self._slept_at, self._tired = True, 0, num_rows, 0
+
+    def _wake(self, num_rows: int, known: _Range) -> None:
+        """Ends the rest, if there is something to lose, and something to gain with drafts that are often right."""
+        self._rested += 1
+        shrunk = num_rows * 4 <= self._slept_at
+        rested = self._rested >= self._least_rest and self.budget.left >= _WAKING
+        if self.budget.is_spent or not (shrunk or rested) or not known.times.known(0):
+            return
+        good = np.concatenate(([1.0], 1.0 + np.add.accumulate(GOOD_RATE ** np.arange(1.0, self.most + 1))))
+        if np.argmax(self._worth(known, good)) == 0 and len(self._ranges) and self._has_drafted(known):
+            self._rested = 0
+            return
+        self.is_resting = False
+        self._least_rest = min(2 * self._least_rest, _LONGEST_REST)
+        self.rates.fade()
+        for rows, each in self._ranges.items():
+            each.trial = None
+            if each.times.known(0):
+                worth = self._worth(each, self.rates.expected(rows))
+                each.chosen = 1 + int(worth[1:].argmax())
+
+    def _has_drafted(self, known: _Range) -> bool:
+        return any(known.times.known(1 + count, 1) for count in self._counts.tolist() if count)
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
         self._may_draft[slot] = self._covered[slot] = False

@@ -4,6 +4,8 @@ A guess can be made only for a row whose tokens are all known. Where steps overl
 flight; so there are two modes. *Overlapping*, no row waits and none has drafts; a few rows are guessed for all the same, to
 see whether it would pay. *Serial*, every step settles before the next is planned, and rows may have drafts. The mode is the
 one that promises more tokens a millisecond.
+
+Whatever is promised, drafts and waiting may lose a small part of the time only (`LossBudget`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from bough.core.step import I32, I64, NO_PROPOSER, Bool
 from bough.scheduler.drafting import Offer
 from bough.scheduler.queues import Job, Queues
 from bough.speculative.acceptance import F64, Acceptance
+from bough.speculative.budget import MOST_SLOW, LossBudget
 from bough.speculative.choose import choose
 from bough.speculative.costs import VerifyCosts
 from bough.speculative.guesses import NO_GUESS, Guess, Guesser
@@ -30,6 +33,8 @@ _BUBBLE_MS = 0.4
 """What waiting for a step to settle costs, as long as it was not measured."""
 _GAIN_WEIGHT = 0.25
 """Of the newest guess, in what is expected of a row's next."""
+_LOSS, _FIRST_LOSS, _MOST_GAIN, _AGAIN = 0.005, 2.0, 8.0, 0.5
+"""Of `LossBudget`: drafts from tokens alone shall never cost more than 2 %."""
 _NOTHING: F64 = np.empty(0, np.float64)
 
 
@@ -50,6 +55,9 @@ class HostDrafter:
         """Slot -> how much of the row was known when it was guessed for, and the guess."""
         self._gain = np.zeros(num_slots)
         """By slot: how much of late guesses was right, in tokens a step."""
+        self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, again=_AGAIN)
+        self._unpaid: tuple[int, int, float] | None = None
+        """Of the newest step: its rows, its drafts and the tokens that a row got, until it is paid for."""
         self._steps = 0
         self._turn = 0
 
@@ -61,7 +69,9 @@ class HostDrafter:
         return self._may_draft[slots]
 
     def offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
-        if not self.serial or (self._adaptive and not self.costs.knows_plain(len(slots))):
+        if not self.serial:
+            return None
+        if self._adaptive and (self.budget.is_spent or not self.costs.knows_plain(len(slots))):
             return None
         guesses: list[Guess] = []
         survival: list[F64] = []
@@ -81,7 +91,7 @@ class HostDrafter:
         tokens = np.concatenate([guess.tokens[:count] for guess, count in zip(guesses, counts.tolist(), strict=True)])
         return Offer(counts, tokens.astype(np.int32))
 
-    def proposals(self, num_rows: int) -> int:
+    def proposals(self, num_rows: int, *, prompts: bool) -> int:
         return NO_PROPOSER
 
     def reach(self, proposals: int) -> int:
@@ -90,6 +100,7 @@ class HostDrafter:
     def _counts(self, survival: list[F64], num_tokens: int) -> I32:
         num_rows = len(survival)
         if self._adaptive:
+            num_tokens = min(num_tokens, self.costs.most_tokens(num_rows) - num_rows)
             return choose(
                 survival, num_tokens, lambda count: self.costs.of(num_rows, num_rows + count, serial=self.serial)
             )
@@ -119,6 +130,9 @@ class HostDrafter:
         cost = queues.cost
         if cost.decode_ms > 0.0 and cost.prefill_token_ms > 0.0:
             self.costs.slope = min(1.0, cost.prefill_token_ms / cost.decode_ms)
+        self._pay()
+        if len(slots):
+            self._unpaid = len(slots), int(drafts.sum()), 1.0 + float(accepted.sum()) / len(slots)
         if self.serial:
             self._gain[slots] *= 1.0 - _GAIN_WEIGHT
         for slot in slots.tolist():
@@ -177,12 +191,30 @@ class HostDrafter:
             took += _BUBBLE_MS
         drafted = (num_rows + gain) / took
         if self.serial:
-            self.serial = drafted * _CLEAR_GAIN > plain
+            self.serial = drafted * _CLEAR_GAIN > plain and not self.budget.is_spent
         else:
-            self.serial = drafted > _CLEAR_GAIN * plain
+            self.serial = drafted > _CLEAR_GAIN * plain and not self.budget.is_spent
 
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         self.costs.add(num_rows, num_tokens, ms, serial=self.serial)
+        self._pay(ms)
+
+    def prompts_timed(self, ms: float, proposals: int) -> None:
+        """Prompts are computed without it."""
+
+    def _pay(self, ms: float | None = None) -> None:
+        """Books what the newest step has gained or lost. `ms`: what it took; None: as long as others of its kind."""
+        if self._unpaid is None:
+            return
+        (num_rows, num_drafts, per_row), self._unpaid = self._unpaid, None
+        plain = self.costs.plain(num_rows, serial=not self._overlaps)
+        usual = self.costs.of(num_rows, num_rows + num_drafts, serial=self.serial)
+        took = (usual if ms is None else min(ms, MOST_SLOW * usual)) / plain
+        self.budget.pass_time(took)
+        if num_drafts or (self.serial and self._overlaps):
+            self.budget.lose(took - per_row)
+        if self.budget.is_spent and self._overlaps and self._adaptive:
+            self.serial = False
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
         self._guesses.pop(slot, None)

@@ -14,7 +14,7 @@ from bough.speculative.store import ServedTexts, TokenStore
 
 _LENGTHS = (1, 2, 3, 4, 6, 9, 14, 24)
 """Tokens that agree, from which on a guess is of the next better kind."""
-_PRIOR = (0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.8, 0.85)
+_PRIOR = (0.1, 0.15, 0.25, 0.35, 0.5, 0.6, 0.75, 0.8)
 _ELSEWHERE = len(_LENGTHS)
 """Kinds of guesses from other texts than the row's own come behind the others."""
 _OWN_ENOUGH = 6

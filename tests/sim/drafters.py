@@ -56,7 +56,10 @@ class Counting:
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         self.times += 1
 
-    def proposals(self, num_rows: int) -> int:
+    def prompts_timed(self, ms: float, proposals: int) -> None:
+        self.times += 1
+
+    def proposals(self, num_rows: int, *, prompts: bool) -> int:
         return NO_PROPOSER
 
     def reach(self, proposals: int) -> int:
@@ -99,7 +102,7 @@ class DeviceDrafter(Counting):
         self.most = most
         self.rests = rests
 
-    def proposals(self, num_rows: int) -> int:
+    def proposals(self, num_rows: int, *, prompts: bool) -> int:
         return (7 * num_rows + len(self.begun)) % (self.most + 2) - 1 if self.rests else self.most
 
     def reach(self, proposals: int) -> int:
