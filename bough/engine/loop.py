@@ -75,8 +75,8 @@ class Company(Protocol):
 
 
 class Loop:
-    """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned. `step_clock`: what
-    steps are compared by, if not by the time that passes."""
+    """Drives a runner from an inbox to an outbox. `depth` steps stay in flight while the next one is planned. `step_clock`:
+    what steps are compared by, if not by the time that passes."""
 
     def __init__(
         self,

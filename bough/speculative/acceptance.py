@@ -28,6 +28,7 @@ class Acceptance:
         self._right: F64 = np.zeros((num_kinds, num_places))
         self._rate: F64 = np.broadcast_to(prior[:, None], (num_kinds, num_places)).copy()
         self._prior = prior
+        self._prior_weight: F64 = np.full((num_kinds, num_places), _PRIOR_WEIGHT)
         self._row_right = np.full(num_slots, _ROW_WEIGHT)
         self._row_expected = np.full(num_slots, _ROW_WEIGHT)
 
@@ -50,11 +51,13 @@ class Acceptance:
         self._row_expected[slot] = _ROW_DECAY * self._row_expected[slot] + expected
         self._tried[kind, places] = _DECAY * self._tried[kind, places] + 1.0
         self._right[kind, places] *= _DECAY
+        self._prior_weight[kind, places] *= _DECAY
         self._right[kind, :num_right] += 1.0
         rate = float(self._prior[kind])
-        tried, right = self._tried[kind].tolist(), self._right[kind].tolist()
-        for place in range(len(tried)):  # one of which nothing is known fares as the one before it
-            rate = (right[place] + _PRIOR_WEIGHT * rate) / (tried[place] + _PRIOR_WEIGHT)
+        known = np.stack((self._right[kind], self._tried[kind], self._prior_weight[kind]), 1).tolist()
+        for place, (right, tried, weight) in enumerate(known):
+            # One of which nothing is known fares as the one before it.
+            rate = (right + weight * rate) / (tried + weight)
             self._rate[kind, place] = rate
 
     def table(self) -> F64:

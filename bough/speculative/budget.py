@@ -7,14 +7,14 @@ up again, so over a run no more is lost than `share` of it and the beginning's `
 
 from __future__ import annotations
 
-
 MOST_SLOW = 2.0
 """A step that takes longer than this many of its kind do was held up by something else: no more is booked."""
 
 
 class LossBudget:
     """`share`: of the time. `first`: what may be lost before any time has passed. `most`: what is kept of gains, so that a
-    good hour does not pay for a bad one. `again`: what must be there before a spent budget is touched again."""
+    good hour does not pay for a bad one, and of debts: a step that takes far longer than anybody expected is known from then
+    on. `again`: what must be there before a spent budget is touched again."""
 
     def __init__(self, share: float, *, first: float, most: float, again: float) -> None:
         self._share = share
@@ -32,7 +32,7 @@ class LossBudget:
         self._change(-plain_steps)
 
     def _change(self, by: float) -> None:
-        self.left = min(self.left + by, self._most)
+        self.left = min(max(self.left + by, -self._most), self._most)
         if self.left < 0:
             self.is_spent = True
         elif self.left >= self._again:

@@ -9,8 +9,9 @@ _WINDOW = 64
 """Steps whose times are remembered for each kind; the mean of the middle half of them counts, which slow ones don't move."""
 _ENOUGH = 3
 """Steps of a kind, before it is compared with others."""
-_FOLLOW = 0.2
-"""How much of a step's deviation counts as a change of the machine's speed."""
+_FOLLOW, _FALL_BACK = 0.1, 0.02
+"""How much of a step's deviation counts as a change of the machine's speed, and how much of such changes is taken back with
+each step: what lasts will be seen in the times of all kinds."""
 _MOST_DEVIATION = 1.5
 _DOUBT = 1.2
 """How far the mean of a few steps may be off: in ranges of their middle half, divided by the root of their number."""
@@ -45,7 +46,8 @@ class Pace:
 
     def note(self, deviation: float) -> None:
         """A step has taken so many times what was expected."""
-        self.slowness *= min(max(deviation, 1 / _MOST_DEVIATION), _MOST_DEVIATION) ** _FOLLOW
+        bounded = min(max(deviation, 1 / _MOST_DEVIATION), _MOST_DEVIATION)
+        self.slowness = float(self.slowness ** (1 - _FALL_BACK) * bounded**_FOLLOW)
 
 
 class StepTimes:
@@ -141,7 +143,7 @@ class VerifyCosts:
         return times.at_least(size)
 
     def most_tokens(self, num_rows: int) -> int:
-        """Tokens that a step of so many rows should have at most: what much larger ones than ever take is anybody's guess."""
+        """Tokens that a step of so many rows should have at most: what far larger ones than any take, nobody knows."""
         rows = rows_of(num_rows)
         return 2 + 2 * max(times.largest for (_, each), times in self._times.items() if each == rows)
 

@@ -4,9 +4,9 @@ right and what steps take, for each range of batch sizes.
 Rows need not wait: a step verifies what the one before it left, and leaves drafts for the next. All rows of a step have as
 many, since the proposer makes them for all rows at once.
 
-Whatever estimates say, it may lose a small part of the time only (`LossBudget`). Where that is spent the proposer rests: steps
-and prompts are computed as if there were none. It wakes when there is something to lose again. Rows that began meanwhile
-are not drafted for, if it keeps KV: it has not seen them.
+Whatever estimates say, it may lose a small part of the time only (`LossBudget`). Where that is spent the proposer rests:
+steps and prompts are computed as if there were none. It wakes when there is something to lose again. Rows that began
+meanwhile are not drafted for, if it keeps KV: it has not seen them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bough.speculative.rates import GOOD_RATE, PlaceRates, TreeRates
 
 _KNOWN_AT_FIRST = 2
 """Steps with drafts of a range of batch sizes, before it is seen what steps take without."""
-_COLD_STEPS = 2
-"""The very first steps say nothing about what others take."""
+_FIRST_STEPS, _COLD_STEPS = 5, 2
+"""The very first steps are plain ones, to compare others with; and the first of those say nothing about what others take."""
 _CLEAR_GAIN = 1.03
 """Factor by which another number of drafts must promise more tokens a second before it is taken."""
 _COMPARE_EVERY = 8
@@ -124,7 +124,8 @@ class DeviceDrafter:
         """Slots whose row the proposer has seen from its beginning."""
         self._per_row = 1.0
         """Tokens that a row got of the newest step."""
-        self._cold = _COLD_STEPS
+        self._num_timed = 0
+        """Steps, until there are enough for a beginning."""
         self._tired = 0
         self.is_resting = False
         self._rested = 0
@@ -163,6 +164,8 @@ class DeviceDrafter:
     def _current(self, num_rows: int) -> int:
         if not self._adaptive:
             return self.most
+        if self._num_timed < _FIRST_STEPS:
+            return NO_PROPOSER
         found = self._ranges.get(rows_of(max(num_rows, 1)))
         return self.most if found is None else found.current
 
@@ -183,9 +186,10 @@ class DeviceDrafter:
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         if not self._adaptive:
             return
-        if self._cold:
-            self._cold -= 1
-            return
+        if self._num_timed < _FIRST_STEPS:
+            self._num_timed += 1
+            if self._num_timed <= _COLD_STEPS:
+                return
         rows = rows_of(num_rows)
         known = self._ranges.setdefault(rows, _Range(self.most, self._pace))
         if num_tokens == num_rows * (1 + max(proposals, 0)):
@@ -282,7 +286,7 @@ class DeviceDrafter:
         if self.budget.is_spent or not (shrunk or rested) or not known.times.known(0):
             return
         good = np.concatenate(([1.0], 1.0 + np.add.accumulate(GOOD_RATE ** np.arange(1.0, self.most + 1))))
-        if np.argmax(self._worth(known, good)) == 0 and len(self._ranges) and self._has_drafted(known):
+        if np.argmax(self._worth(known, good)) == 0 and self._has_drafted(known):
             self._rested = 0
             return
         self.is_resting = False

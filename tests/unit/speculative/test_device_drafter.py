@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bough.core.step import FIRST_DRAFT, NO_PROPOSER
-from bough.speculative.device import DeviceDrafter, PlaceRates
+from bough.speculative.device import DeviceDrafter
+from bough.speculative.rates import PlaceRates
 
 SLOTS = 64
 
@@ -45,7 +46,7 @@ class Device:
             drafter.begin(slot, job())
         before = self.tokens, self.ms
         for _ in range(steps):
-            proposals = drafter.proposals(num_rows)
+            proposals = drafter.proposals(num_rows, prompts=False)
             most = np.full(num_rows, 99, np.int32)
             offer = drafter.offer(queues(self.left), slots, most, 10_000)
             drafts = np.zeros(num_rows, np.int32) if offer is None else offer.counts
@@ -67,7 +68,7 @@ class Device:
         return count
 
 
-@pytest.mark.parametrize(("rate", "draft_ms", "expected"), [(0.9, 0.01, 4), (0.05, 0.2, 0), (0.6, 0.2, 1)])
+@pytest.mark.parametrize(("rate", "draft_ms", "expected"), [(0.9, 0.01, 4), (0.05, 0.2, NO_PROPOSER), (0.6, 0.2, 1)])
 def test_it_finds_the_number_that_pays(rate: float, draft_ms: float, expected: int) -> None:
     device = Device([rate] * 4, 1.0, draft_ms)
     device.run(1500, 1)

@@ -1,5 +1,5 @@
-"""Drafters beside streams of tokens that are made up: what steps take, how many drafts are right, and noise are given, so that
-it can be told exactly what drafting has won or lost."""
+"""Drafters beside streams of tokens that are made up: what steps take, how many drafts are right, and noise are given, so
+that it can be told exactly what drafting has won or lost."""
 
 from __future__ import annotations
 
