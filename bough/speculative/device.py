@@ -42,6 +42,8 @@ _PLAIN_EVERY = 4
 """Of as many trials one is of steps without the proposer."""
 _LOSS, _FIRST_LOSS, _MOST_GAIN, _AGAIN = 0.01, 5.0, 12.0, 0.5
 """Of `LossBudget`: a head shall never cost more than 5 %..."""
+_FIRST_LOSS_ANYTIME = 3.0
+"""...and less at first, if it can be tried again in the middle of any row..."""
 _GIVEN = 0.04
 """...of which prompts, whose states it keeps, may take this part of their time unseen."""
 _WAKING = 3.0
@@ -116,7 +118,8 @@ class DeviceDrafter:
         self._upkeep = upkeep
         self._keeps_kv = keeps_kv
         self.rates: PlaceRates | TreeRates = TreeRates(most) if trees else PlaceRates(most)
-        self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, again=_AGAIN)
+        first = _FIRST_LOSS if keeps_kv else _FIRST_LOSS_ANYTIME
+        self.budget = LossBudget(_LOSS, first=first, most=_MOST_GAIN, again=_AGAIN)
         self._pace = Pace()
         self._ranges: dict[int, _Range] = {}
         self._may_draft = np.zeros(num_slots, np.bool_)

@@ -22,6 +22,7 @@ from tests.sim.streams import (
 )
 
 TOKENS = 2000
+NOISES = [noisy, pytest.param(bursts, marks=pytest.mark.long), pytest.param(quiet, marks=pytest.mark.long)]
 
 
 def verify_cost(plain: float, per_draft: float) -> Callable[[int], float]:
@@ -51,7 +52,7 @@ HOST_STREAMS: dict[str, Right] = {
 }
 
 
-@pytest.mark.parametrize("noise", [quiet, noisy, bursts])
+@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("name", HOST_STREAMS)
 @pytest.mark.parametrize(("per_draft", "overlaps"), [(0.15, False), (0.6, True)])
 def test_guesses_never_cost_more_than_two_percent(per_draft: float, overlaps: bool, name: str, noise: Noise) -> None:
@@ -94,7 +95,7 @@ HEAD_STREAMS: dict[str, Right] = {
 }
 
 
-@pytest.mark.parametrize("noise", [quiet, noisy, bursts])
+@pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("name", HEAD_STREAMS)
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_never_cost_more_than_five_percent(head: str, name: str, noise: Noise) -> None:
