@@ -69,7 +69,10 @@ class StepTimes:
         if len(recent) >= _ENOUGH:
             self._pace.note(ms / (self._pace.slowness * self._middle[kind]))
         recent.append(ms / self._pace.slowness)
-        middle = sorted(recent)[len(recent) // 4 : len(recent) - len(recent) // 4]
+        ordered, count = sorted(recent), len(recent)
+        middle = ordered[count // 4 : count - count // 4]
+        if count < 4:  # one of them may be the first of its kind ever, and have taken very long
+            middle = ordered[(count - 1) // 2 : (count + 1) // 2]
         self._middle[kind] = sum(middle) / len(middle)
         self._doubt[kind] = _DOUBT * (middle[-1] - middle[0]) / len(recent) ** 0.5
 

@@ -54,6 +54,8 @@ _TIRED_STEPS = 256
 """Steps without a gain after which a proposer that costs something rests, too..."""
 _CHEAP = 0.02
 """...if keeping its KV takes more than this part of a step."""
+_MOST_AT_FIRST = 4.0
+"""Plain steps that one of the first steps of a kind is booked with at most: a graph may have been captured in it."""
 _MOST_UNPAID = 64
 
 
@@ -221,6 +223,8 @@ class DeviceDrafter:
         self._prompts_ms = 0.0
         for each, took_ms, per_row in known.unpaid:
             took = min(took_ms, MOST_SLOW * known.ms(each)) / plain if each else 1.0
+            if not known.times.known(each):
+                took = min(took, _MOST_AT_FIRST)
             self.budget.pass_time(took)
             if each or per_row > 1.0:
                 self.budget.lose(took - per_row)
@@ -302,7 +306,8 @@ class DeviceDrafter:
                 each.chosen = 1 + int(worth[1:].argmax())
 
     def _has_drafted(self, known: _Range) -> bool:
-        return any(known.times.known(1 + count, 1) for count in self._counts.tolist() if count)
+        """Is it known what drafts take?"""
+        return any(known.times.known(1 + count) for count in self._counts.tolist() if count)
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
         self._may_draft[slot] = self._covered[slot] = False
