@@ -54,8 +54,8 @@ def test_costs_are_measured_or_put_between_those_that_were():
     costs = VerifyCosts()
     costs.slope = 0.25
     assert costs.of(1, 5, serial=True) == pytest.approx(2.0), "in units of a plain step"
-    for _ in range(3):
-        costs.add(1, 1, 10.0, serial=True)
+    for ms in (10.0, 10.0, 500.0):
+        costs.add(1, 1, ms, serial=True)
     assert costs.of(1, 1, serial=True) == 10.0
     assert costs.of(1, 5, serial=True) == pytest.approx(20.0)
     costs.add(1, 9, 14.0, serial=True)
