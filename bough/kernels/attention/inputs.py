@@ -78,6 +78,11 @@ class LatentMaps(Protocol):
 
     v_dim: int
 
+    @property
+    def weight(self) -> Tensor:
+        """[N, C + V, R]"""
+        ...
+
     def absorb(self, q_TNC: Tensor, out_TNR: Tensor) -> None:
         """Fills `out_TNR` with queries that read latents as `q_TNC` would read the keys made of them."""
         ...

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bough.core.step import SpanCosts
-from bough.kernels.attention import choosing, decode_hopper, expanded, fresh, latent, plan, sparse, triton
+from bough.kernels.attention import absorbed, choosing, decode_hopper, expanded, fresh, latent, plan, sparse, triton
 from bough.kernels.attention.inputs import AttentionInputs, IndexQueries, LastRows, LatentMaps, RawLatents, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.kv_codes import as_read, bits_of
@@ -231,6 +231,14 @@ class TritonAttention:
         elif choice is None:
             prepared = self._kind(spec, raw.q_TNH, raw.kv_TX, expands=True)
             front = prepared.all_fresh_from
+        expands = tail is not None or (prepared is not None and bool(prepared.fresh or prepared.long))
+        if not expands and absorbed.suits(raw.q_TNH, maps.weight):
+            q = absorbed.absorb_and_write(raw, maps.weight, inputs.loc_T, cache, scale=k_scale)
+            read_TNR = q.new_empty((front, spec.num_heads, rank))
+            self._read_latents(spec, inputs, prepared, choice, q, read_TNR)
+            out_TNV = q.new_empty((front, spec.num_heads, maps.v_dim))
+            absorbed.values(read_TNR, maps.weight, out_TNV)
+            return out_TNV.flatten(1)
         q, k = latent.norm_rope_write(
             raw.q_TNH, raw.kv_TX, raw.norm_R, raw.positions_T, raw.cos_sin_PE, inputs.loc_T, cache,
             front=front, eps=raw.eps, offset=raw.offset, scale=k_scale, interleaved=raw.interleaved,
@@ -250,16 +258,28 @@ class TritonAttention:
         if front:
             maps.absorb(q_TNH[:front, :, :nope], q[..., :rank])
             read_TNR = q.new_empty((front, spec.num_heads, rank))
-            if prepared is not None:
-                self._launch(spec, inputs, prepared, q, read_TNR)
-            elif choice is not None:
-                self._read(spec, choice, q, read_TNR)
+            self._read_latents(spec, inputs, prepared, choice, q, read_TNR)
             maps.values(read_TNR, out_TNV[:front])
         if prepared is not None and (prepared.fresh or prepared.long):
             seen_TX = _as_read(k, cache.dtype, k_scale).squeeze(1)
             rows = prepared.fresh, prepared.long
             expanded.attend(spec, inputs, maps, q_TNH, seen_TX, *rows, k_scale, out_TNV, prepared.places)
         return out_TNV.flatten(1)
+
+    def _read_latents(
+        self,
+        spec: Spec,
+        inputs: AttentionInputs,
+        prepared: _Prepared | None,
+        choice: AttentionInputs | None,
+        q_TNX: Tensor,
+        out_TNR: Tensor,
+    ) -> None:
+        """Attends to latents as they are: to all of a row, or to the chosen ones."""
+        if prepared is not None:
+            self._launch(spec, inputs, prepared, q_TNX, out_TNR)
+        elif choice is not None:
+            self._read(spec, choice, q_TNX, out_TNR)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:
         """`forward` for KV that is already in the pages. With the step's keys and values at hand, rows without context are

@@ -32,9 +32,10 @@ from triton_cases.layers import attention_inputs, layer_of, ragged, small_shapes
 
 def latent_cases(bed: Bed) -> Cases:
     caches = (None, FLOAT8) if bed.large else (None,)
-    for dtype, cache, interleaved, tail in bed.cover(bed.dtypes, caches, (False, True), (False, True)):
-        name = f"latents {dtype} cache {cache} interleaved {interleaved} tail {tail}"
-        yield name, partial(_latents, bed, dtype, cache or dtype, interleaved=interleaved, tail=tail)
+    kinds = ("rows", "few queries", "tail")
+    for dtype, cache, interleaved, kind in bed.cover(bed.dtypes, caches, (False, True), kinds):
+        name = f"latents {dtype} cache {cache} interleaved {interleaved} {kind}"
+        yield name, partial(_latents, bed, dtype, cache or dtype, interleaved=interleaved, kind=kind)
 
 
 def sparse_cases(bed: Bed) -> Cases:
@@ -157,12 +158,17 @@ class Maps:
         return both[..., : -self.v_dim], both[..., -self.v_dim :]
 
 
-def _latents(bed: Bed, dtype: torch.dtype, cache: torch.dtype, *, interleaved: bool, tail: bool) -> None:
-    """Rows that read latents as they are and rows that have keys and values made of them, against the former alone."""
+def _latents(bed: Bed, dtype: torch.dtype, cache: torch.dtype, *, interleaved: bool, kind: str) -> None:
+    """Rows that read latents as they are and rows that have keys and values made of them, against the former alone. With
+    "few queries" there are none of the latter."""
+    tail = kind == "tail"
     heads, rank, rotated, nope, v_dim = (16, 512, 64, 128, 128) if bed.large else (3, 16, 8, 12, 10)
     spec = layer_of(heads, 1, rank + rotated, v_head_dim=rank, latent=True)
     rows = ragged(bed)
     rows += [(1500, 0), (300, 2500), (70, 0), (1, 3), (2100, 700)] if bed.large else [(40, 0), (30, 45), (1, 3)]
+    if kind == "few queries":
+        count = bed.rng.choice((1, 14, 60, 150)) if bed.large else bed.rng.choice((1, 20))
+        rows = [(bed.rng.choice((1, 1, 2)), bed.rng.randrange(3000 if bed.large else 40)) for _ in range(count)]
     bed.rng.shuffle(rows)
     with small_shapes(bed), thresholds(bed):
         inputs = attention_inputs(bed, rows, spec, 32 if bed.large else 4, cache, pad_rows=bed.rng.choice((0, 0, 2)))
@@ -188,7 +194,7 @@ def _latents(bed: Bed, dtype: torch.dtype, cache: torch.dtype, *, interleaved: b
         inputs.k_caches[0].flatten(0, 2)[inputs.loc_T[inputs.loc_T >= 0]] = 0.0
 
         runner = backend.TritonAttention(bed.device)
-        at = bed.ints(sorted(bed.rng.sample(range(sum(row[0] for row in rows)), 2)), torch.int64)
+        at = bed.ints(sorted(bed.rng.sample(range(sum(row[0] for row in rows)), 2 if tail else 1)), torch.int64)
         if tail:
             few = rows_of_tokens(bed, inputs, rows, at)
             inputs.tail = LastRows(at, lambda: few)
