@@ -23,6 +23,128 @@ _KEYS_AT_ONCE = tl.constexpr(16)
 """Tokens whose latents a program norms."""
 
 
+@triton.jit
+def _queries_part(
+    q,
+    up,
+    positions,
+    cos_sin,
+    out,
+    q_token,
+    q_head,
+    up_head,
+    tokens,
+    first_token,
+    part,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Some of the R numbers of a head's absorbed queries. The first program of a head rotates its queries as well."""
+    HALF: tl.constexpr = E // 2
+    PER_HEAD: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    head = part // PER_HEAD
+    begin = part % PER_HEAD * BLOCK_R
+    row = begin + tl.arange(0, BLOCK_R)
+    col = tl.arange(0, BLOCK_C)
+    up_at = up + head * up_head + col[:, None] * R + row[None, :]
+    up_tile = tl.load(up_at, mask=(col < C)[:, None] & (row < R)[None, :], other=0.0)
+    token = (first_token + tl.arange(0, BLOCK_T)).to(tl.int64)
+    here = token < tokens
+    wait(PDL)
+    q_at = q + token[:, None] * q_token + head * q_head
+    q_tile = tl.load(q_at + col[None, :], mask=here[:, None] & (col < C)[None, :], other=0.0)
+    made = tl.dot(q_tile, up_tile, input_precision=PRECISION)
+    out_at = out + (token[:, None] * N + head) * (R + E)
+    tl.store(out_at + row[None, :], made.to(DTYPE), mask=here[:, None] & (row < R)[None, :])
+    if begin == 0:
+        half = tl.arange(0, BLOCK_HALF)
+        first, second = _turned(half, HALF, INTERLEAVED)
+        inside = here[:, None] & (half < HALF)[None, :]
+        position = tl.load(positions + token, mask=here, other=0).to(tl.int64)
+        angle_at = cos_sin + position[:, None] * E + half[None, :]
+        cos = tl.load(angle_at, mask=inside, other=0.0)
+        sin = tl.load(angle_at + HALF, mask=inside, other=0.0)
+        a = tl.load(q_at + C + first[None, :], mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(q_at + C + second[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_at + R + first[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
+        tl.store(out_at + R + second[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
+
+
+@triton.jit
+def _keys_part(
+    kv,
+    weight,
+    positions,
+    cos_sin,
+    loc,
+    cache,
+    out,
+    kv_token,
+    cache_token,
+    tokens,
+    first_token,
+    eps,
+    offset,
+    inverse_scale,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    ALL_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norms the latents of _KEYS_AT_ONCE tokens, rotates their keys, and writes both."""
+    HALF: tl.constexpr = E // 2
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    CACHE: tl.constexpr = cache.dtype.element_ty
+    token = (first_token + tl.arange(0, _KEYS_AT_ONCE)).to(tl.int64)
+    here = token < tokens
+    half = tl.arange(0, BLOCK_HALF)
+    first, second = _turned(half, HALF, INTERLEAVED)
+    dim = tl.arange(0, ALL_R)
+    in_rank = here[:, None] & (dim < R)[None, :]
+    inside = here[:, None] & (half < HALF)[None, :]
+    factor = tl.load(weight + dim, mask=dim < R, other=0.0).to(tl.float32) + offset
+    wait(PDL)
+    position = tl.load(positions + token, mask=here, other=0).to(tl.int64)
+    angle_at = cos_sin + position[:, None] * E + half[None, :]
+    cos = tl.load(angle_at, mask=inside, other=0.0)
+    sin = tl.load(angle_at + HALF, mask=inside, other=0.0)
+    kv_at = kv + token[:, None] * kv_token
+    x = tl.load(kv_at + dim[None, :], mask=in_rank, other=0.0).to(tl.float32)
+    k_a = tl.load(kv_at + R + first[None, :], mask=inside, other=0.0).to(tl.float32)
+    k_b = tl.load(kv_at + R + second[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / R + eps)
+    latent = (x * scale[:, None] * factor[None, :]).to(DTYPE)
+    turned_a = (k_a * cos - k_b * sin).to(DTYPE)
+    turned_b = (k_b * cos + k_a * sin).to(DTYPE)
+    at = tl.load(loc + token, mask=here, other=-1).to(tl.int64)
+    kept = (at >= 0)[:, None]
+    place = cache + tl.maximum(at, 0)[:, None] * cache_token
+    tl.store(place + dim[None, :], to_cache(latent, inverse_scale, SCALED, CACHE), mask=in_rank & kept)
+    tl.store(place + R + first[None, :], to_cache(turned_a, inverse_scale, SCALED, CACHE), mask=inside & kept)
+    tl.store(place + R + second[None, :], to_cache(turned_b, inverse_scale, SCALED, CACHE), mask=inside & kept)
+
+
+@triton.jit
+def _turned(half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where the two numbers of each pair that is turned lie."""
+    first = 2 * half if INTERLEAVED else half
+    second = 2 * half + 1 if INTERLEAVED else half + HALF
+    return first, second
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _absorb_kernel(
     q,
@@ -57,73 +179,22 @@ def _absorb_kernel(
     ALL_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has some tokens and, by program_id(1), some of the R numbers of a head's queries; or the keys of
-    _KEYS_AT_ONCE of the tokens. The first program of a head rotates its queries as well."""
+    """A program has some tokens and, by program_id(1), a part of a head's queries; or the keys of some of the tokens."""
     trigger(PDL)
     part = tl.program_id(1)
     first_token = tl.program_id(0) * BLOCK_T
-    HALF: tl.constexpr = E // 2
-    PER_HEAD: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    half = tl.arange(0, BLOCK_HALF)
-    in_half = half < HALF
-    if INTERLEAVED:
-        first, second = 2 * half, 2 * half + 1
+    PARTS: tl.constexpr = N * ((R + BLOCK_R - 1) // BLOCK_R)
+    if part < PARTS:
+        _queries_part(
+            q, up, positions, cos_sin, out, q_token, q_head, up_head, tokens, first_token, part,
+            N, R, E, C, INTERLEAVED, PRECISION, BLOCK_T, BLOCK_R, BLOCK_C, BLOCK_HALF, PDL,
+        )  # fmt: skip
     else:
-        first, second = half, half + HALF
-    if part < N * PER_HEAD:
-        head = part // PER_HEAD
-        begin = part % PER_HEAD * BLOCK_R
-        row = begin + tl.arange(0, BLOCK_R)
-        col = tl.arange(0, BLOCK_C)
-        up_at = up + head * up_head + col[:, None] * R + row[None, :]
-        up_tile = tl.load(up_at, mask=(col < C)[:, None] & (row < R)[None, :], other=0.0)
-        token = (first_token + tl.arange(0, BLOCK_T)).to(tl.int64)
-        here = token < tokens
-        wait(PDL)
-        q_at = q + token[:, None] * q_token + head * q_head
-        q_tile = tl.load(q_at + col[None, :], mask=here[:, None] & (col < C)[None, :], other=0.0)
-        made = tl.dot(q_tile, up_tile, input_precision=PRECISION)
-        out_at = out + (token[:, None] * N + head) * (R + E)
-        tl.store(out_at + row[None, :], made.to(DTYPE), mask=here[:, None] & (row < R)[None, :])
-        if begin == 0:
-            inside = here[:, None] & in_half[None, :]
-            position = tl.load(positions + token, mask=here, other=0).to(tl.int64)
-            angle_at = cos_sin + position[:, None] * E + half[None, :]
-            cos = tl.load(angle_at, mask=inside, other=0.0)
-            sin = tl.load(angle_at + HALF, mask=inside, other=0.0)
-            a = tl.load(q_at + C + first[None, :], mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(q_at + C + second[None, :], mask=inside, other=0.0).to(tl.float32)
-            tl.store(out_at + R + first[None, :], (a * cos - b * sin).to(DTYPE), mask=inside)
-            tl.store(out_at + R + second[None, :], (b * cos + a * sin).to(DTYPE), mask=inside)
-    else:
-        key = first_token + (part - N * PER_HEAD) * _KEYS_AT_ONCE + tl.arange(0, _KEYS_AT_ONCE)
-        token = key.to(tl.int64)
-        here = token < tokens
-        dim = tl.arange(0, ALL_R)
-        in_rank = here[:, None] & (dim < R)[None, :]
-        inside = here[:, None] & in_half[None, :]
-        factor = tl.load(weight + dim, mask=dim < R, other=0.0).to(tl.float32) + offset
-        wait(PDL)
-        position = tl.load(positions + token, mask=here, other=0).to(tl.int64)
-        angle_at = cos_sin + position[:, None] * E + half[None, :]
-        cos = tl.load(angle_at, mask=inside, other=0.0)
-        sin = tl.load(angle_at + HALF, mask=inside, other=0.0)
-        kv_at = kv + token[:, None] * kv_token
-        x = tl.load(kv_at + dim[None, :], mask=in_rank, other=0.0).to(tl.float32)
-        k_a = tl.load(kv_at + R + first[None, :], mask=inside, other=0.0).to(tl.float32)
-        k_b = tl.load(kv_at + R + second[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / R + eps)
-        latent = (x * scale[:, None] * factor[None, :]).to(DTYPE)
-        turned_a = (k_a * cos - k_b * sin).to(DTYPE)
-        turned_b = (k_b * cos + k_a * sin).to(DTYPE)
-        at = tl.load(loc + token, mask=here, other=-1).to(tl.int64)
-        kept = (at >= 0)[:, None]
-        CACHE: tl.constexpr = cache.dtype.element_ty
-        place = cache + tl.maximum(at, 0)[:, None] * cache_token
-        tl.store(place + dim[None, :], to_cache(latent, inverse_scale, SCALED, CACHE), mask=in_rank & kept)
-        tl.store(place + R + first[None, :], to_cache(turned_a, inverse_scale, SCALED, CACHE), mask=inside & kept)
-        tl.store(place + R + second[None, :], to_cache(turned_b, inverse_scale, SCALED, CACHE), mask=inside & kept)
+        _keys_part(
+            kv, weight, positions, cos_sin, loc, cache, out, kv_token, cache_token, tokens,
+            first_token + (part - PARTS) * _KEYS_AT_ONCE, eps, offset, inverse_scale,
+            R, E, SCALED, INTERLEAVED, BLOCK_HALF, ALL_R, PDL,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
