@@ -11,6 +11,8 @@ of a head's value.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from bough.layers.norm import RMSNorm, make_norm
 from bough.layers.rotary import Rope
 from bough.layers.stream import Input, Normed, Product, value_of
 from bough.quantization.scheme import Matrix, Part
+from bough.quantization.unquantized import Unquantized
 from bough.weights.slots import FinishesLoading, Slot
 
 
@@ -61,10 +64,17 @@ class LatentAttention(nn.Module):
             index=None if self.indexer is None else self.indexer.kept,
         )
         down = {"kv": facts.kv_values} if facts.q_rank is None else {"q": facts.q_rank, "kv": facts.kv_values}
-        self.down = JoinedLinear(hidden, down, build, bias=facts.bias)
+        self.q_up: HeadsLinear | QueriesBeside
+        if _joins_queries(facts, build):
+            widths = {"q": facts.num_heads * facts.head_dim, **down}
+            rows = slice(mine.start * facts.head_dim, mine.stop * facts.head_dim)
+            self.down = JoinedLinear(hidden, widths, build, mine={"q": rows})
+            self.q_up = QueriesBeside(self.down, facts.head_dim)
+        else:
+            self.down = JoinedLinear(hidden, down, build, bias=facts.bias)
+            self.q_up = HeadsLinear(facts.q_rank or hidden, facts.num_heads, facts.head_dim, mine, build)
         if facts.q_rank is not None:
             self.q_norm = make_norm(facts.norm, facts.q_rank, build)
-        self.q_up = HeadsLinear(facts.q_rank or hidden, facts.num_heads, facts.head_dim, mine, build)
         self.kv_norm = make_norm(facts.norm, facts.kv_rank, build)
         self.kv_up = Expansion(facts, mine, build)
         inputs = slice(mine.start * facts.v_dim, mine.stop * facts.v_dim)
@@ -76,15 +86,13 @@ class LatentAttention(nn.Module):
         """What is added to the stream. In the model's last layer it may be that of the tokens alone that are read."""
         backend = batch.attention
         queries_at_L = backend.queries_at(self.spec) if rotates(backend) else None
-        x_TD = value_of(x)
-        *q, kv_TX = self.down(x_TD)
-        query_TP = self.q_norm(q[0]) if q else x_TD
-        q_TNH = self.q_up(query_TP).view(len(x_TD), self.num_heads, self.facts.head_dim)
+        q_TO, query_TP, kv_TX = self._products(x)
+        q_TNH = q_TO.view(len(q_TO), self.num_heads, self.facts.head_dim)
         if self.facts.temperature is not None:
             q_TNH = q_TNH * growth(self.facts.temperature, batch.positions_T)[:, None, None].to(q_TNH.dtype)
         if self.indexer is not None:
             assert chooses(backend), "who serves such models has a backend that does"
-            backend.choose(self.spec, self.indexer(x_TD, query_TP, batch))
+            backend.choose(self.spec, self.indexer(value_of(x), query_TP, batch))
         norm = self.kv_norm
         if self.rope is not None and isinstance(norm, RMSNorm) and takes_latents(backend):
             raw = RawLatents(
@@ -97,6 +105,20 @@ class LatentAttention(nn.Module):
             x.stream.narrow(queries_at_L)
         out: Product = self.out(read_TF)
         return out
+
+    def _products(self, x: Input) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries [T, N * H], what they were made from, and what latents and rotated keys are made from, [T, R + E]). A
+        product that alone reads the inputs may have their norm in it."""
+        if isinstance(self.q_up, QueriesBeside):
+            q_TO, kv_TX = self.down(x)
+            return q_TO, q_TO, kv_TX
+        if self.facts.q_rank is None:
+            x_TD = value_of(x)
+            (kv_TX,) = self.down(x_TD)
+            return self.q_up(x_TD), x_TD, kv_TX
+        q_TP, kv_TX = self.down(x if self.indexer is None else value_of(x))
+        query_TP = self.q_norm(q_TP)
+        return self.q_up(query_TP), query_TP, kv_TX
 
     def _absorbed(self, q_TNH: Tensor, kv_TX: Tensor, batch: Batch) -> Tensor:
         """[T, N * V], or [L, N * V]: heads read latents as they are."""
@@ -113,6 +135,26 @@ class LatentAttention(nn.Module):
         out_TNV = read_TF.new_empty((len(read_TF), self.num_heads, self.facts.v_dim))
         self.kv_up.values(read_TF.view(len(read_TF), self.num_heads, -1), out_TNV)
         return out_TNV.flatten(1)
+
+
+def _joins_queries(facts: Mla, build: Build) -> bool:
+    """Whether queries are made from the layer's inputs, in one product with latents: both must be stored alike."""
+    return facts.q_rank is None and not facts.bias and isinstance(build.scheme, Unquantized)
+
+
+class QueriesBeside(nn.Module):
+    """The part "q" of a joined product, which a checkpoint has by itself."""
+
+    def __init__(self, joined: JoinedLinear, head_dim: int) -> None:
+        super().__init__()
+        joined.lend("q")
+        self.head_dim = head_dim
+        self._joined = [joined]
+        """In a list: it is no part of this."""
+
+    def slots(self) -> dict[str, Slot]:
+        slots = self._joined[0].slots_of("q")
+        return {name: replace(slot, head_rows=self.head_dim) for name, slot in slots.items()}
 
 
 class Expansion(nn.Module):

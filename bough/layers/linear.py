@@ -49,6 +49,10 @@ class _Weighted(nn.Module):
                 start += part.num_rows
         return slots
 
+    def _after(self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(product of the norm of x + residual, x + residual)."""
+        return self.matrix.after_norm(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.bias)
+
 
 class ReplicatedLinear(_Weighted):
     """Every rank holds all of it."""
@@ -61,18 +65,44 @@ class ReplicatedLinear(_Weighted):
 
 
 class JoinedLinear(_Weighted):
-    """Several products of the same inputs in one, all of which every rank holds."""
+    """Several products of the same inputs in one, all of which every rank holds, if not told otherwise."""
 
-    def __init__(self, in_dim: int, widths: dict[str, int], build: Build, *, bias: bool = False) -> None:
-        """`widths`: by name, the outputs of each."""
-        self.widths = list(widths.values())
+    def __init__(
+        self,
+        in_dim: int,
+        widths: dict[str, int],
+        build: Build,
+        *,
+        bias: bool = False,
+        mine: dict[str, slice] | None = None,
+    ) -> None:
+        """`widths`: by name, the outputs of each; `mine`: those of them that this rank has, if not all."""
+        held = {name: slice(0, width) for name, width in widths.items()} | (mine or {})
+        self.widths = [each.stop - each.start for each in held.values()]
         super().__init__(
-            tuple(Part(name, (width, in_dim), ALL, ALL) for name, width in widths.items()), build, bias=bias
+            tuple(Part(name, (width, in_dim), held[name], ALL) for name, width in widths.items()), build, bias=bias
         )
+        self._lent: set[str] = set()
+
+    def lend(self, part: str) -> None:
+        """From now on the slots of a part are listed by another layer, as `slots_of`."""
+        self._lent.add(part)
+
+    def slots(self) -> dict[str, Slot]:
+        return {name: slot for name, slot in super().slots().items() if name.partition(".")[0] not in self._lent}
+
+    def slots_of(self, part: str) -> dict[str, Slot]:
+        """Those of a part, by their names in a layer that has no other."""
+        every = super().slots()
+        return {name.removeprefix(f"{part}."): slot for name, slot in every.items() if name.startswith(f"{part}.")}
 
     def forward(self, x: Input) -> tuple[Tensor, ...]:
         """Views of one tensor."""
-        return self.matrix.forward(value_of(x), self.bias).split_with_sizes(self.widths, -1)
+        if isinstance(x, Normed) and x.can_fuse and isinstance(x.norm, RMSNorm):
+            made_TO = x.fuse(partial(self._after, x.norm))
+        else:
+            made_TO = self.matrix.forward(value_of(x), self.bias)
+        return made_TO.split_with_sizes(self.widths, -1)
 
 
 class ColumnLinear(_Weighted):
@@ -252,10 +282,6 @@ class QKVLinear(_Weighted):
         if isinstance(x, Normed) and x.can_fuse and isinstance(x.norm, RMSNorm):
             return self.heads(x.fuse(partial(self._after, x.norm)))
         return self.heads(self.product(value_of(x)))
-
-    def _after(self, norm: RMSNorm, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(product of the norm of x + residual, x + residual)."""
-        return self.matrix.after_norm(x_TD, residual_TD, norm.weight, norm.eps, norm.offset, self.bias)
 
     def product(self, x_TD: Tensor) -> Tensor:
         """[T, O]: queries, keys and values of each token, one after the other."""
