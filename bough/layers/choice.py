@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import Moe, Scored
-from bough.kernels.moe import Scoring, topk_scored
+from bough.kernels.moe import Choosing, Scoring, settle, topk_scored
 from bough.layers.build import Build
 from bough.layers.norm import fill
 from bough.weights.slots import Slot
@@ -45,20 +45,30 @@ class ExpertChoice(nn.Module):
         both = {"bias": self.bias, "scales": self.scales}
         return {name: Slot(tuple(each.shape), partial(fill, each)) for name, each in both.items() if each is not None}
 
-    def forward(self, logits_TE: Tensor, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(weights float32 [T, k], ids int32 [T, k]); of tokens whose `loc_T` is negative, ids are -1."""
+    @property
+    def bias_E(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.view(-1)
+
+    @property
+    def is_involved(self) -> bool:
+        """Whether it takes more than `scoring` and a bias: then `forward` chooses."""
+        scored = self.scored
+        capped = scored.logit_scale != 1.0 or scored.softcap is not None
+        return capped or scored.by == "sparsemixer" or self.scales is not None
+
+    def forward(self, logits_TE: Tensor, how: Choosing, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(weights float32 [T, k], ids int32 [T, k]) as of `kernels.moe.route`, from logits."""
         if self.scored.logit_scale != 1.0:
             logits_TE = logits_TE * self.scored.logit_scale
         if self.scored.softcap is not None:
             logits_TE = torch.tanh(logits_TE / self.scored.softcap) * self.scored.softcap
         if self.scored.by == "sparsemixer":
             weights_Tk, ids_Tk = sparse_mixer(logits_TE, self.scored.margin)
-            return weights_Tk, ids_Tk if loc_T is None else ids_Tk.masked_fill((loc_T < 0)[:, None], -1)
-        bias_E = None if self.bias is None else self.bias.view(-1)
-        weights_Tk, ids_Tk = topk_scored(logits_TE, self.facts.experts_per_token, self.scoring, bias_E, loc_T)
+        else:
+            weights_Tk, ids_Tk = topk_scored(logits_TE, how.per_token, self.scoring, how.bias_E)
         if self.scales is not None:
             weights_Tk = weights_Tk * self.scales[ids_Tk]
-        return weights_Tk, ids_Tk
+        return settle(weights_Tk, ids_Tk, logits_TE.shape[1], how, loc_T)
 
 
 def sparse_mixer(logits_TE: Tensor, margin: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bough.config.model_facts import Moe
 from bough.core.errors import ConfigError
 from bough.distributed.mesh import SINGLE
-from bough.kernels.moe import Routing, topk_softmax
+from bough.kernels.moe import Choosing, Routing, route
 from bough.layers.build import Build
 from bough.layers.choice import ExpertChoice
 from bough.layers.dispatch import Routed, make_dispatch
@@ -22,15 +22,21 @@ from bough.layers.mlp import ACTIVATIONS
 from bough.layers.norm import RMSNorm
 from bough.layers.stream import Input, Normed, value_of
 from bough.quantization.scheme import ExpertShape, ExpertWeights
-from bough.quantization.unquantized import DenseMatrix, Unquantized
+from bough.quantization.unquantized import PLAIN_KINDS, DenseMatrix, Unquantized
 from bough.weights.slots import Slot, also_into, pass_over
+from bough.weights.stored import Stored, copy_into
+
+MOST_ALWAYS = 4
+"""A shared expert that is at most so many times as wide as others is computed as so many of them, which every token chooses;
+0: it never is."""
 
 
 class Experts(nn.Module):
     """A layer's experts: those in this rank's slots, and of each of them its share of the inner units."""
 
-    def __init__(self, facts: Moe, hidden: int, build: Build, mixture: int = 0) -> None:
-        """`mixture`: the layer's number among the model's mixtures."""
+    def __init__(self, facts: Moe, hidden: int, build: Build, mixture: int = 0, always: int = 0) -> None:
+        """`mixture`: the layer's number among the model's mixtures. `always`: experts behind those of the router, which are
+        parts of the shared one."""
         super().__init__()
         units = build.mesh.units.slice(facts.intermediate, "inner units of an expert")
         plan = build.experts_plan
@@ -46,7 +52,7 @@ class Experts(nn.Module):
         self.num_experts = facts.num_experts
         self.has_all = self.table.is_plain and mine.stop - mine.start == facts.num_experts
         self.shape = ExpertShape(
-            mine.stop - mine.start,
+            mine.stop - mine.start + always,
             hidden,
             facts.intermediate,
             units,
@@ -55,6 +61,7 @@ class Experts(nn.Module):
             facts.gated,
             adds_bias=build.mesh.units.rank == 0,
         )
+        self.always = always
         self.build = build
         self.stack: ExpertWeights
 
@@ -65,6 +72,9 @@ class Experts(nn.Module):
         """Those of all experts: an expert of several slots fills them all, and what other ranks hold is passed over,
         unread."""
         mine = self.stack.weight_slots()
+        if self.always:
+            behind = {str(self.num_experts + each) for each in range(self.always)}
+            mine = {name: slot for name, slot in mine.items() if name.partition(".")[0] not in behind}
         if self.has_all:
             return mine
         held = self.table.slots[self.table.mine].tolist()
@@ -106,16 +116,17 @@ class MixtureOfExperts(nn.Module):
         self.spreads = build.spread is not None
         """Ranks hold different tokens."""
         self.forced_ids: Tensor | None = None
-        """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says. For dummy weights."""
+        """As `Choosing.forced_nk`. For dummy weights."""
         dense = replace(build, scheme=Unquantized())
         self.facts = facts
         self.choose: ExpertChoice | None = None
-        """Chooses experts in another way than `topk_softmax`."""
+        """Says how experts are chosen, where it is not by `topk_softmax`."""
         if facts.scored is not None or facts.scale != 1.0:
             self.choose = ExpertChoice(facts, build)
             dense = replace(dense, dtype=torch.float32)
         self.router = ReplicatedLinear(hidden, facts.num_experts, dense, bias=facts.router_bias)
-        self.experts = Experts(facts, hidden, build, mixture)
+        self.always = _times_as_wide(facts, build)
+        self.experts = Experts(facts, hidden, build, mixture, self.always)
         plan = build.experts_plan
         self.dispatch = make_dispatch(plan.dispatch, build.mesh, self.experts.table, build.spread)
         if build.spread is not None:
@@ -124,8 +135,10 @@ class MixtureOfExperts(nn.Module):
         """int64 [E]: tokens that chose each expert, where they are counted."""
         if plan.records:
             self.chosen_E = torch.zeros(facts.num_experts, dtype=torch.int64, device=build.device)
-        self.shared: SharedExpert | None = None
-        if facts.shared_intermediate:
+        self.shared: SharedExpert | SharedInStack | None = None
+        if self.always:
+            self.shared = SharedInStack(self.experts, facts)
+        elif facts.shared_intermediate:
             gate = ReplicatedLinear(hidden, 1, replace(dense, dtype=build.dtype)) if facts.shared_gated else None
             whole = build if plan.dispatch == "none" else replace(build, mesh=SINGLE)
             self.shared = SharedExpert(hidden, facts, whole, gate)
@@ -143,25 +156,32 @@ class MixtureOfExperts(nn.Module):
             return self.axis.talk.all_reduce(x.fuse(partial(self._after, x.norm, x.loc_T)))
         x_TD = value_of(x)
         weights_Tk, ids_Tk = self._chosen(x_TD if by_TD is None else by_TD, x)
-        if self.forced_ids is not None:
-            ids_Tk = _without_padding(_lines(self.forced_ids, len(x_TD)), x)
         if self.chosen_E is not None:
-            count_chosen(self.chosen_E, ids_Tk)
+            count_chosen(self.chosen_E, ids_Tk[:, : self.experts_per_token])
         slots_Tk = self.experts.table.slot_ids(ids_Tk)
         if self.facts.weighs_input:
             weighed_TD = x_TD * weights_Tk.to(x_TD.dtype)
             routed = Routed(weighed_TD, torch.ones_like(weights_Tk), slots_Tk, x_TD)
         else:
             routed = Routed(x_TD, weights_Tk, slots_Tk, x_TD)
-        return self.dispatch(routed, self.experts, self.shared)
+        return self.dispatch(routed, self.experts, None if self.always else self.shared)
 
     def _chosen(self, x_TD: Tensor, of: Input) -> tuple[Tensor, Tensor]:
         """(weights float32 [T, k], ids int32 [T, k]). Padding chooses none, so that no expert is read for it."""
         loc_T = of.loc_T if isinstance(of, Normed) else None
-        if self.choose is not None:
-            weights_Tk, ids_Tk = self.choose(self.router(x_TD.float()), loc_T)
-            return weights_Tk, ids_Tk
-        return topk_softmax(self.router(x_TD), self.experts_per_token, self.renormalise, loc_T)
+        router, choice = self.router, self.choose
+        how = Choosing(
+            self.experts_per_token,
+            self.renormalise,
+            None if choice is None else choice.scoring,
+            None if choice is None else choice.bias_E,
+            self.forced_ids,
+            self.always,
+            self.facts.shared_scale,
+        )
+        if choice is not None and choice.is_involved:
+            return choice(router(x_TD.float()), how, loc_T)  # type: ignore[no-any-return]
+        return route(x_TD, cast(DenseMatrix, router.matrix).weight, router.bias, how, loc_T)
 
     def _joins(self, num_tokens: int) -> bool:
         """Whether experts are chosen and computed together: not where they are forced (of one token, any do)."""
@@ -207,15 +227,58 @@ def count_chosen(counts_E: Tensor, ids_Tk: Tensor) -> None:
     counts_E.scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(counts_E.dtype))
 
 
-def _without_padding(ids_Tk: Tensor, of: Input) -> Tensor:
-    """The experts chosen for these tokens, none for padding."""
-    is_padding_T1 = of.stream.is_padding_T1 if isinstance(of, Normed) else None
-    return ids_Tk if is_padding_T1 is None else torch.where(is_padding_T1, -1, ids_Tk)
+def _times_as_wide(facts: Moe, build: Build) -> int:
+    """How many experts behind the router's the shared one is computed as; 0: it is computed by itself.
+
+    Its weights must be stored as those of the others are, and be where they are."""
+    times, rest = divmod(facts.shared_intermediate, facts.intermediate)
+    if rest or times > MOST_ALWAYS or facts.shared_gated or facts.clamped is not None or facts.weighs_input:
+        return 0
+    plan = build.experts_plan
+    here = plan.dispatch == "none" and build.spread is None and build.mesh.ep.size == 1
+    still = plan.slots is None and not (plan.redundant or plan.moves)
+    return times if here and still and facts.gated and isinstance(build.scheme, Unquantized) else 0
 
 
-def _lines(table: Tensor, count: int) -> Tensor:
-    """The first `count` lines, from the beginning again if there are not as many."""
-    return table[:count] if count <= len(table) else table.repeat(-(-count // len(table)), 1)[:count]
+class SharedInStack(nn.Module):
+    """The shared expert's weights as the last experts of a stack."""
+
+    def __init__(self, experts: Experts, facts: Moe) -> None:
+        super().__init__()
+        self.gate_up = _PartInStack(experts, facts, ("gate", "up"))
+        self.down = _PartInStack(experts, facts, ("",))
+
+
+class _PartInStack(nn.Module):
+    """Weights of the shared expert, and where they are in the stack."""
+
+    def __init__(self, experts: Experts, facts: Moe, parts: tuple[str, ...]) -> None:
+        super().__init__()
+        self.facts = facts
+        self.parts = parts
+        self._experts = [experts]
+        """In a list: it is no part of this."""
+
+    def slots(self) -> dict[str, Slot]:
+        facts, shape = self.facts, self._experts[0].shape
+        is_down = len(self.parts) == 1
+        whole = (facts.shared_intermediate, shape.hidden)
+        return {
+            f"{part}.weight" if part else "weight": Slot(
+                whole[::-1] if is_down else whole, partial(self._fill, at), kinds=PLAIN_KINDS
+            )
+            for at, part in enumerate(self.parts)
+        }
+
+    def _fill(self, part: int, stored: Stored) -> None:
+        experts, width = self._experts[0], self.facts.intermediate
+        units, count = experts.shape.units, experts.shape.num_units
+        for place, (gate_up, down) in enumerate(experts.stack.expert_tensors()[experts.num_experts :]):
+            mine = slice(place * width + units.start, place * width + units.stop)
+            if len(self.parts) == 1:
+                copy_into(down, stored, slice(None), mine)
+            else:
+                copy_into(gate_up[part * count : (part + 1) * count], stored, mine)
 
 
 class SharedExpert(nn.Module):

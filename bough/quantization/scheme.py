@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import Activation, ClampedGate
-from bough.kernels.linear import linear
-from bough.kernels.moe import Routing, topk_softmax
+from bough.kernels.moe import Choosing, Routing, route
 from bough.kernels.norm import add_rms_norm
 from bough.quantization.read.rules import LayerKind
 from bough.weights.slots import Slot
@@ -123,8 +122,8 @@ class ExpertWeights(nn.Module, ABC):
         """As `kernels.moe.routed_experts`: `forward` of the norm of x + residual, whose experts are chosen by it; and
         x + residual."""
         normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, routing.norm_D, routing.eps, offset=routing.offset)
-        logits_TE = linear(normed_TD, routing.router_ED)
-        weights_Tk, ids_Tk = topk_softmax(logits_TE, routing.per_token, routing.renormalise, routing.loc_T)
+        how = Choosing(routing.per_token, routing.renormalise)
+        weights_Tk, ids_Tk = route(normed_TD, routing.router_ED, None, how, routing.loc_T)
         return self.forward(normed_TD, weights_Tk, ids_Tk), total_TD
 
 

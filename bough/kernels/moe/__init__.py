@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bough.kernels.choices import standard
@@ -53,6 +54,56 @@ def topk_scored(
     choose = _IMPLEMENTATIONS.pick("topk_scored", logits_TE.device)
     out: tuple[Tensor, Tensor] = choose(logits_TE, k, scoring, bias_E, loc_T)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """What becomes of a router's logits."""
+
+    per_token: int
+    renormalise: bool
+    """Without a `scoring`: experts are those of `topk_softmax`, ..."""
+    scoring: Scoring | None = None
+    """...and with one, those of `topk_scored`..."""
+    bias_E: Tensor | None = None
+    """...with this bias, float32."""
+    forced_nk: Tensor | None = None
+    """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says."""
+    always: int = 0
+    """So many experts behind the router's are chosen by every token, after the others..."""
+    always_weight: float = 1.0
+    """...with this weight."""
+
+    @property
+    def width(self) -> int:
+        """Experts of a token."""
+        return self.per_token + self.always
+
+
+def route(
+    x_TD: Tensor, router_ED: Tensor, router_bias_E: Tensor | None, how: Choosing, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, k], ids int32 [T, k]) of what a router reads, k being `how.width`: logits are of the type of the
+    router's weight, which must not be written by another kernel of the same step. `loc_T` as of `topk_softmax`."""
+    out: tuple[Tensor, Tensor] = _IMPLEMENTATIONS.pick("route", x_TD.device)(x_TD, router_ED, router_bias_E, how, loc_T)
+    return out
+
+
+def settle(
+    weights_Tk: Tensor, ids_Tk: Tensor, num_experts: int, how: Choosing, loc_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What a router of `num_experts` chose, as `how` and `loc_T` change it."""
+    tokens = len(ids_Tk)
+    if how.forced_nk is not None:
+        repeats = -(-tokens // len(how.forced_nk))
+        ids_Tk = how.forced_nk[:tokens] if repeats <= 1 else how.forced_nk.repeat(repeats, 1)[:tokens]
+    if how.always:
+        behind = torch.arange(num_experts, num_experts + how.always, dtype=torch.int32, device=ids_Tk.device)
+        ids_Tk = torch.cat((ids_Tk, behind.expand(tokens, -1)), 1)
+        weights_Tk = torch.cat((weights_Tk, weights_Tk.new_full((tokens, how.always), how.always_weight)), 1)
+    if loc_T is not None:
+        ids_Tk = ids_Tk.masked_fill((loc_T < 0)[:, None], -1)
+    return weights_Tk, ids_Tk
 
 
 def fused_experts(

@@ -55,6 +55,21 @@ def _of_kept_groups(ranked_TE: Tensor, scoring: moe.Scoring) -> Tensor:
     return by_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
 
 
+def choose(logits_TE: Tensor, how: moe.Choosing, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(weights, ids) as `moe.route` says."""
+    if how.scoring is None:
+        chosen = topk_softmax(logits_TE, how.per_token, how.renormalise)
+    else:
+        chosen = topk_scored(logits_TE.float(), how.per_token, how.scoring, how.bias_E)
+    return moe.settle(*chosen, logits_TE.shape[1], how, loc_T)
+
+
+def route(
+    x_TD: Tensor, router_ED: Tensor, router_bias_E: Tensor | None, how: moe.Choosing, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return choose(linear(x_TD.to(router_ED.dtype), router_ED, router_bias_E), how, loc_T)
+
+
 def fused_experts(
     x_TD: Tensor,
     gate_up_E2FD: Tensor,
@@ -124,6 +139,6 @@ def routed_experts(
 ) -> tuple[Tensor, Tensor]:
     """One after the other, each by what the device has for it."""
     normed_TD, total_TD = add_rms_norm(x_TD, residual_TD, routing.norm_D, routing.eps, offset=routing.offset)
-    logits_TE = linear(normed_TD, routing.router_ED)
-    weights_Tk, ids_Tk = moe.topk_softmax(logits_TE, routing.per_token, routing.renormalise, routing.loc_T)
+    how = moe.Choosing(routing.per_token, routing.renormalise)
+    weights_Tk, ids_Tk = moe.route(normed_TD, routing.router_ED, None, how, routing.loc_T)
     return moe.fused_experts(normed_TD, gate_up_E2FD, down_EDF, weights_Tk, ids_Tk, activation), total_TD

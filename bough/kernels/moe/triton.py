@@ -17,140 +17,23 @@ from torch import Tensor
 
 from bough.kernels.activation.triton import gated
 from bough.kernels.choices import facts_of
-from bough.kernels.launching import Launcher, cdiv, pdl_options, power_of_two, trigger, wait
+from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import weight_tile
-from bough.kernels.moe import Biases, Routing, Scoring, clamped_gate, grouped_hopper, lone_hopper, reference
+from bough.kernels.linear.triton import linear
+from bough.kernels.moe import (
+    Biases,
+    Choosing,
+    Routing,
+    Scoring,
+    clamped_gate,
+    grouped_hopper,
+    lone_hopper,
+    reference,
+    routing as choosing,
+)
 
 _ONE_LAUNCH_PAIRS = 4096
 """Up to here one launch sorts all (token, expert) pairs."""
-
-
-@triton.jit
-def _best_experts(
-    left, score, SCORED: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """(the K experts with the most `left`, the first of equal ones; and what they have: of `left`, or with SCORED of
-    `score`). Behind the first K both are 0."""
-    expert = tl.arange(0, BLOCK)
-    choice = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros([BLOCK_K], tl.int32)
-    found = tl.zeros([BLOCK_K], tl.float32)
-    free = expert < E
-    for place in tl.static_range(K):
-        best = tl.max(left, 0)
-        first = tl.min(tl.where((left == best) & free, expert, BLOCK), 0)
-        if SCORED:
-            value = tl.sum(tl.where(expert == first, score, 0.0), 0)
-        else:
-            value = best
-        chosen = tl.where(choice == place, first, chosen)
-        found = tl.where(choice == place, value, found)
-        free = free & (expert != first)
-        left = tl.where(expert == first, float("-inf"), left)
-    return chosen, found
-
-
-@triton.jit
-def _topk_kernel(
-    logits,
-    weights,
-    ids,
-    loc,
-    stride,
-    PADDED: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    choice = tl.arange(0, BLOCK_K)
-    trigger(PDL)
-    wait(PDL)
-    value = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
-    top = tl.max(value, 0)
-    total = tl.sum(tl.exp(value - top), 0)
-    left = tl.where(expert < E, value, float("-inf"))
-    chosen, best = _best_experts(left, left, False, E, K, BLOCK, BLOCK_K)
-    weight = tl.where(choice < K, tl.exp(best - top) / total, 0.0)
-    if RENORMALISE:
-        weight = weight / tl.sum(weight, 0)
-    if PADDED:
-        chosen = tl.where(tl.load(loc + token) < 0, -1, chosen)
-    tl.store(weights + token * K + choice, weight, mask=choice < K)
-    tl.store(ids + token * K + choice, chosen, mask=choice < K)
-
-
-_TOPK = Launcher(_topk_kernel)
-
-
-@triton.jit
-def _scored_kernel(
-    logits,
-    bias,
-    weights,
-    ids,
-    loc,
-    stride,
-    least_sum,
-    scale,
-    PADDED: tl.constexpr,
-    BIASED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    choice = tl.arange(0, BLOCK_K)
-    trigger(PDL)
-    wait(PDL)
-    value = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf"))
-    if SIGMOID:
-        score = tl.sigmoid(value)
-    else:
-        score = tl.exp(value - tl.max(value, 0))
-        score = score / tl.sum(score, 0)
-    left = score
-    if BIASED:
-        left += tl.load(bias + expert, mask=expert < E, other=0.0)
-    left = tl.where(expert < E, left, float("-inf"))
-    if GROUPS > 1:
-        by_group = tl.reshape(left, [GROUPS, BLOCK // GROUPS])
-        rank = tl.max(by_group, 1)
-        if BEST_TWO:
-            at = tl.argmax(by_group, 1)
-            member = tl.arange(0, BLOCK // GROUPS)
-            others = tl.where(member[None, :] == at[:, None], float("-inf"), by_group)
-            rank += tl.max(others, 1)
-        group = tl.arange(0, GROUPS)
-        dropped = group >= 0
-        for _ in tl.static_range(KEPT):
-            best = tl.max(tl.where(dropped, rank, float("-inf")), 0)
-            first = tl.min(tl.where(dropped & (rank == best), group, GROUPS), 0)
-            dropped = dropped & (group != first)
-        by_group = tl.where(dropped[:, None], float("-inf"), by_group)
-        left = tl.reshape(by_group, [BLOCK])
-    chosen, weight = _best_experts(left, score, True, E, K, BLOCK, BLOCK_K)
-    if RENORMALISE:
-        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum)
-    if PADDED:
-        chosen = tl.where(tl.load(loc + token) < 0, -1, chosen)
-    tl.store(weights + token * K + choice, weight * scale, mask=choice < K)
-    tl.store(ids + token * K + choice, chosen, mask=choice < K)
-
-
-_SCORED = Launcher(_scored_kernel)
 
 
 @triton.jit
@@ -316,44 +199,21 @@ def combine_kernel(parts, weights, ids, out, D, E, PER_TOKEN: tl.constexpr, BLOC
 
 
 def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool, loc_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    tokens, experts = logits_TE.shape
-    logits = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    if tokens:
-        _TOPK.launch(
-            (tokens, 1),
-            (logits, weights, ids, ids if loc_T is None else loc_T),
-            (logits.stride(0),),
-            (),
-            (loc_T is not None, experts, k, renormalise, power_of_two(experts), power_of_two(k)),
-            num_warps=1 if experts <= 256 else 4,
-        )
-    return weights, ids
+    return choosing.choose(logits_TE, Choosing(k, renormalise), loc_T)
 
 
 def topk_scored(
     logits_TE: Tensor, k: int, scoring: Scoring, bias_E: Tensor | None = None, loc_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    tokens, experts = logits_TE.shape
-    if scoring.groups > 1 and experts & (experts - 1):  # groups are rows of a block, whose sides are powers of two
-        return reference.topk_scored(logits_TE, k, scoring, bias_E, loc_T)
-    logits = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    if tokens:
-        _SCORED.launch(
-            (tokens, 1),
-            (logits, logits if bias_E is None else bias_E, weights, ids, ids if loc_T is None else loc_T),
-            (logits.stride(0),),
-            (max(scoring.least_sum, 1e-20), scoring.scale),
-            (
-                loc_T is not None, bias_E is not None, scoring.sigmoid, scoring.groups, scoring.kept_groups,
-                scoring.best_two, scoring.renormalise, experts, k, power_of_two(experts), power_of_two(k),
-            ),
-            num_warps=1 if experts <= 256 else 4,
-        )  # fmt: skip
-    return weights, ids
+    return choosing.choose(logits_TE, Choosing(k, scoring.renormalise, scoring, bias_E), loc_T)
+
+
+def route(
+    x_TD: Tensor, router_ED: Tensor, router_bias_E: Tensor | None, how: Choosing, loc_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if choosing.suits(x_TD, router_ED, how):
+        return choosing.route(x_TD, router_ED, router_bias_E, how, loc_T)
+    return choosing.choose(linear(x_TD.to(router_ED.dtype), router_ED, router_bias_E), how, loc_T)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from bough.config.model_facts import Moe
+from bough.config.model_facts import Moe, Scored
 from bough.distributed.mesh import Mesh
-from bough.kernels.moe import Routing, reference, routed_experts
+from bough.kernels.moe import Routing, routed_experts
 from bough.layers import moe
 from bough.layers.batch import AttentionBackend, Batch
 from bough.layers.build import Build
+from bough.layers.choice import ExpertChoice
 from bough.layers.moe import MixtureOfExperts, route_uniformly
 from bough.layers.norm import RMSNorm
 from bough.layers.place import place_weights
@@ -120,7 +122,8 @@ def test_padding_reaches_no_expert(way: str) -> None:
     if way == "forced":
         route_uniformly(experts, seed=3)
     if way == "other choice":
-        experts.choose = lambda logits, loc: reference.topk_softmax(logits, 2, True, loc)  # type: ignore[assignment]
+        scored = Scored(by="softmax", softcap=3.0)
+        experts.choose = ExpertChoice(replace(experts.facts, scored=scored), ALONE)
     x, residual = torch.randn(7, WIDTH), torch.randn(7, WIDTH)
     loc = torch.tensor([3, -1, 0, 7, 9, -1, -1])
     wanted = experts(stream_of(x, residual, fuses=way == "joined").norm(norm))
