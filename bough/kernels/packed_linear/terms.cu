@@ -401,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       const int token = r / 4 * 8 + lane % 4 * 2 + (r & 1), n = row + (r & 2) * 4;
       if (token >= T) continue;
       float result = value[r] * last_scales[r / 2 % 2];
-      if (TERMS == 1) result *= __ldg(x_scales + token);
+      if (TERMS == 1) result *= __ldcg(x_scales + token);
       if (bias) result += __uint_as_float((u32)bias[n] << 16);
       out[(u64)token * out_stride + n] = narrow(result);
     }
