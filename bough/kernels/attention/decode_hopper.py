@@ -29,8 +29,8 @@ WIDTH = 128
 _MOST_GROUP = 8
 FEW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * _STAGES)
 """A chunk that fits into the ring has been read when its query comes: it is not cut. Longer rows are cut into equal parts
-for all multiprocessors, also if there are more rows than those: on an H200, 24 rows of 8,000 tokens with 8 KV heads are read at
-4.02 TB/s so, and at 3.26 if they stay whole (24 of 1,000: 3.37 and 3.16)."""
+for all multiprocessors, also if there are more rows than those: on an H200, 24 rows of 8,000 tokens with 8 KV heads are
+read at 4.02 TB/s so, and at 3.26 if they stay whole (24 of 1,000: 3.37 and 3.16)."""
 MANY = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
 """Every warp attends to chunks of its own. With half of them at work the memory is busy."""
 FEW_SMALL = Shape(block_m=16, block_n=64, num_warps=9, num_stages=6, ctas_per_sm=1, min_tokens=64 * 6, may_align=True)

@@ -92,7 +92,8 @@ ROUNDED_CUTS: Final = (TermsCut(2, 128, 1, 0), TermsCut(1, 128, 1, 0))
 128 us."""
 
 
-def _form_name(weight: DeviceCodes) -> str:
+def form_name(weight: DeviceCodes) -> str:
+    """The key of `CUTS` for a weight."""
     if weight.kind == "float8":
         return "float8 in blocks" if weight.group else "float8"
     return weight.kind if weight.zeros is None else f"{weight.kind} with zeros"
@@ -124,7 +125,7 @@ def _kernel(device: torch.device, cut: TermsCut, block_t: int, form: CodeForm) -
 def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
     """How the product of tokens in bf16 is cut; None: the kernel can't serve it."""
     tokens, depth = x_TD.shape
-    cuts = next((cuts for most, cuts in CUTS.get(_form_name(weight), {}).items() if 0 < tokens <= most), ())
+    cuts = next((cuts for most, cuts in CUTS.get(form_name(weight), {}).items() if 0 < tokens <= most), ())
     if not cuts or depth != weight.cols or x_TD.dtype != torch.bfloat16 or not can_map(x_TD):
         return None
     return _fitting(cuts, weight, bias_O, out_TO)

@@ -276,17 +276,16 @@ def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) 
     scale_O = weight.scales.float()
     if weight.row_scales is not None:
         scale_O = scale_O * weight.row_scales
-    bias = None if bias_O is None else bias_O.to(torch.bfloat16)
     out: Tensor = torch._scaled_mm(
         x,
         weight.codes.view(torch.float8_e4m3fn).t(),
         scale_a=scale_T.view(-1, 1),
         scale_b=scale_O,
-        bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return out
+    # The library has no product with scales of rows and a bias for every number of tokens.
+    return out if bias_O is None else out.add_(bias_O)
 
 
 def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

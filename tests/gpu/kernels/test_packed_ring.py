@@ -53,7 +53,8 @@ def ways_of(weight: PackedWeight, tokens: int) -> Iterator[Callable[..., None]]:
     block = max(8, 1 << (tokens - 1).bit_length())
     for ring in hopper._CUTS[weight.handle.kind].get(block, ()):
         yield partial(hopper.multiply_codes, cut=ring)
-    for cut in terms.CUTS[weight.handle.kind][block]:
+    by_tokens = terms.CUTS[terms.form_name(weight.handle)]
+    for cut in next((cuts for most, cuts in by_tokens.items() if tokens <= most), ()):
         if rows % cut.block_n == depth % cut.block_k == 0:
             yield partial(terms.multiply_terms, cut=cut)
 
