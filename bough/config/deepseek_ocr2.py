@@ -92,7 +92,7 @@ class OcrVision:
         return (edge // self.sam.patch) ** 2
 
     def positions(self, tiles: int, edge: int) -> int:
-        """Of an image with so many tiles, and of `edge` pixels as a whole; a separator is one of them."""
+        """Positions of an image with `tiles` tiles and a whole view of `edge` pixels, the separator included."""
         return tiles * TILE_QUERIES + (TILE_QUERIES if edge == self.tile else WHOLE_QUERIES) + 1
 
     def tower(self) -> TowerFacts:

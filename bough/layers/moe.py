@@ -27,7 +27,7 @@ from bough.weights.slots import Slot, also_into, pass_over
 from bough.weights.stored import Stored, copy_into
 
 MOST_ALWAYS = 4
-"""A shared expert that is at most so many times as wide as others is computed as so many of them, which every token chooses;
+"""Largest width, in widths of a routed expert, of a shared expert that is computed as routed experts which every token chooses.
 0: it never is."""
 
 

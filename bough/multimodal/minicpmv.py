@@ -113,7 +113,7 @@ class MiniCpmProcessor(Processor):
         return np.concatenate(parts), tuple(items), ()
 
     def _cut(self, image: Image, most: int, first: int) -> tuple[npt.NDArray[Any], tuple[ItemShape, ...]]:
-        """Patches of an image in at most so many slices, and its items, the first of which begins at patch `first`."""
+        """Patches of an image in at most `most` slices, and its items, the first of which begins at patch `first`."""
         width, height = image.size
         edge, filter_ = self.facts.resolution, self.facts.vit.image.resample
         rows, columns = slices(height, width, edge, most)

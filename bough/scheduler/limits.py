@@ -106,7 +106,7 @@ class Limits:
 
     @property
     def tile_tokens(self) -> int:
-        """Step tokens of a tile: matrix products of large steps are computed in tiles of so many tokens, and a partly filled
+        """Step tokens of a tile: matrix products of large steps are computed in such tiles, and a partly filled
         tile costs as much as a full one. An eighth of `large_step_tokens` (512 on an H200), so that a large step has at
         least eight tiles."""
         return max(1, self.large_step_tokens // 8)

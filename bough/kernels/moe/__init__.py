@@ -70,9 +70,9 @@ class Choosing:
     forced_nk: Tensor | None = None
     """int32 [n, k]: the experts of token t are those of line t modulo n, whatever the router says."""
     always: int = 0
-    """So many experts behind the router's are chosen by every token, after the others..."""
+    """Number of experts behind the router's that every token chooses, after the others."""
     always_weight: float = 1.0
-    """...with this weight."""
+    """Weight of those experts."""
 
     @property
     def width(self) -> int:

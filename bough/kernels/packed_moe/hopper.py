@@ -202,7 +202,7 @@ def suits(x_TD: Tensor, gate_up: object, down: object, num_experts: int, num_pai
 def work_of(
     x: Tensor, out: Tensor, order: Sorted, per_token: int, boxes: int, bias: Tensor | None, clamp: ClampedGate | None
 ) -> Work:
-    """A product as kernels are told of it. The tensors must outlive the kernel."""
+    """The arguments that describe a product to the kernels. The tensors must outlive the kernel."""
     return Work(
         x.data_ptr(), order.block_expert.data_ptr(), order.pairs.data_ptr(), None if bias is None else bias.data_ptr(),
         out.data_ptr(), x.stride(0), out.shape[0], per_token, out.shape[1], x.shape[1], boxes, order.num_blocks,

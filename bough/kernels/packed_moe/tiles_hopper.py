@@ -110,7 +110,7 @@ and 551, 250 995 and 1,258."""
 
 
 def tile_for(kind: str, num_pairs: int, num_experts: int) -> Tile | None:
-    """The fastest tile for so many pairs; None: another kernel is faster."""
+    """The fastest tile for `num_pairs` (token, expert) pairs; None: another kernel is faster."""
     per_expert = num_pairs / num_experts
     return next((tile for most, tile in _BY_PAIRS.get(kind, ()) if per_expert <= most), None)
 
