@@ -27,7 +27,7 @@ from bough.weights.slots import Slot, also_into, pass_over
 from bough.weights.stored import Stored, copy_into
 
 MOST_ALWAYS = 4
-"""Largest width, in widths of a routed expert, of a shared expert that is computed as routed experts which every token chooses.
+"""Largest width, in widths of a routed expert, of a shared expert that is computed as routed ones which every token chooses.
 0: it never is."""
 
 
