@@ -437,7 +437,9 @@ class Sim:
         queues, limits = self.queues, self.limits
         if queues.num_live >= limits.max_running or self.loop.control.paused:
             return False
-        worst = limits.layout.pages_for(len(waiting.key) + waiting.job.limit)
+        # Pages behind a window go back when a chunk has settled: until then a prompt holds those of the whole chunk.
+        chunk = limits.columns_for(min(len(waiting.key), limits.chunk_tokens)) * limits.layout.column_pages
+        worst = max(limits.layout.pages_for(len(waiting.key) + waiting.job.limit), chunk)
         for row in (*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()):
             worst += limits.layout.pages_for(len(row.job.prompt) + row.job.limit)
         return worst <= self.cache.total
