@@ -33,7 +33,7 @@ def rows_of(num_rows: int) -> int:
     return num_rows if num_rows <= 8 else 8 + num_rows.bit_length()
 
 
-class Pace:
+class StepPace:
     """How slow the machine is at present, beside when steps were first timed.
 
     What counts is how steps of several kinds compare, and they seldom run at the same time. A machine that is busy with
@@ -53,7 +53,7 @@ class Pace:
 class StepTimes:
     """Usual milliseconds of steps by their kind: a number with which they take longer."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StepPace) -> None:
         self._pace = pace
         self._recent: dict[int, deque[float]] = {}
         self._middle: dict[int, float] = {}
@@ -122,7 +122,7 @@ class VerifyCosts:
 
     def __init__(self) -> None:
         self._times: dict[tuple[bool, int], StepTimes] = {}
-        self._pace = Pace()
+        self._pace = StepPace()
         self.slope = _SLOPE
         """Of a plain step's time: what one token more takes, where it was not measured."""
 

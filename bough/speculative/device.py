@@ -21,7 +21,7 @@ from bough.scheduler.drafting import Offer
 from bough.scheduler.queues import Job, Queues
 from bough.speculative.acceptance import F64
 from bough.speculative.budget import MOST_SLOW, LossBudget
-from bough.speculative.costs import Pace, StepTimes, rows_of
+from bough.speculative.costs import StepPace, StepTimes, rows_of
 from bough.speculative.rates import GOOD_RATE, PlaceRates, TreeRates
 
 _KNOWN_AT_FIRST = 2
@@ -62,7 +62,7 @@ _MOST_UNPAID = 64
 class _Range:
     """What is known of steps of about as many rows. Kinds of steps: 0 is without the proposer, 1 + n with n drafts."""
 
-    def __init__(self, most: int, pace: Pace) -> None:
+    def __init__(self, most: int, pace: StepPace) -> None:
         self.times = StepTimes(pace)
         self.chosen = most
         self.trial: int | None = None
@@ -122,7 +122,7 @@ class DeviceDrafter:
         self.rates: PlaceRates | TreeRates = TreeRates(most) if trees else PlaceRates(most)
         first = _FIRST_LOSS if keeps_kv else _FIRST_LOSS_ANYTIME
         self.budget = LossBudget(_LOSS, first=first, most=_MOST_GAIN, again=_AGAIN)
-        self._pace = Pace()
+        self._pace = StepPace()
         self._ranges: dict[int, _Range] = {}
         self._may_draft = np.zeros(num_slots, np.bool_)
         self._covered = np.zeros(num_slots, np.bool_)

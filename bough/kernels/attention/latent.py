@@ -23,7 +23,7 @@ _HEADS = 8
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-class Tiling(NamedTuple):
+class LatentTiling(NamedTuple):
     """How queries and keys are cut, for queries of 2 bytes a number or of 4."""
 
     block_m: int
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-_SHORT, _LONG, _EXACT = Tiling(64, 64, 4, 3), Tiling(128, 64, 8, 3), Tiling(64, 32, 8, 1)
+_SHORT, _LONG, _EXACT = LatentTiling(64, 64, 4, 3), LatentTiling(128, 64, 8, 3), LatentTiling(64, 32, 8, 1)
 """Of at most 64 queries a row, of more; and of float32, whose products go by way of registers: blocks of twice the bytes
 must leave room for the queries in 99 KiB of shared memory."""
 

@@ -42,7 +42,7 @@ Qwen3-30B-A3B take 23, 55, 84, 194 and 222 us for 1, 4, 8, 64 and 100 tokens, 48
 _MOST_PER_EXPERT_OF_4_BITS: Final = 16
 
 
-class Work(ctypes.Structure):
+class ExpertsWork(ctypes.Structure):
     """As in `experts.cuh`."""
 
     _fields_ = (
@@ -56,7 +56,7 @@ class Work(ctypes.Structure):
     )
 
 
-class Shape(NamedTuple):
+class WarpShape(NamedTuple):
     """How a block is laid out."""
 
     row_tiles: int
@@ -67,23 +67,23 @@ class Shape(NamedTuple):
     """Blocks of a multiprocessor."""
 
 
-SHAPES: Final = (Shape(2, 8), Shape(2, 6), Shape(1, 12), Shape(1, 8), Shape(1, 6), Shape(1, 4))
+SHAPES: Final = (WarpShape(2, 8), WarpShape(2, 6), WarpShape(1, 12), WarpShape(1, 8), WarpShape(1, 6), WarpShape(1, 4))
 """Those of codes of 4 bits, the best first..."""
-SHAPES_8_BITS: Final = (Shape(2, 6), Shape(1, 8), Shape(1, 6), Shape(1, 4))
+SHAPES_8_BITS: Final = (WarpShape(2, 6), WarpShape(1, 8), WarpShape(1, 6), WarpShape(1, 4))
 """...and of 8."""
 _MOST_WASTE: Final = 1.13
 """Slices that steps have room for, to those that there are, where another shape has less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ExpertsCut:
     """How a product is cut: tokens of a batch, weight halves, boxes of 128 columns."""
 
     block_t: int
     halves: int
     boxes: int
     form: CodeForm
-    shape: Shape
+    shape: WarpShape
 
     @property
     def item_rows(self) -> int:
@@ -130,24 +130,24 @@ class Cut:
         return cdiv(self.boxes, self.shape.slices) * self.shape.slices / self.boxes
 
 
-def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> list[Cut]:
+def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> list[ExpertsCut]:
     """All that there are of a product, the best first. `rows`: of a half."""
     form = form_of(weight)
     if form is None or depth % 8 or not depth <= weight.cols:
         return []
     shapes = SHAPES_8_BITS if form.box_bytes == SWIZZLED_BYTES else SHAPES
     boxes = cdiv(weight.cols, BOX_COLUMNS)
-    cuts = [Cut(block_t, halves, boxes, form, shape) for shape in shapes]
+    cuts = [ExpertsCut(block_t, halves, boxes, form, shape) for shape in shapes]
     cuts = [cut for cut in cuts if rows % cut.item_rows == 0 and cut.stages >= _LEAST_STAGES]
     return sorted(cuts, key=lambda cut: 0 if cut.waste <= _MOST_WASTE else cut.waste)
 
 
-def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> Cut | None:
+def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int) -> ExpertsCut | None:
     return next(iter(cuts_of(weight, depth, halves, block_t, rows)), None)
 
 
 @cache
-def _kernel(device: torch.device, cut: Cut, gate: int, has_bias: bool, is_sorted: bool) -> CudaKernel:
+def _kernel(device: torch.device, cut: ExpertsCut, gate: int, has_bias: bool, is_sorted: bool) -> CudaKernel:
     defines: Mapping[str, int] = {
         "BLOCK_T": cut.block_t,
         "ROW_TILES": cut.shape.row_tiles,
@@ -167,7 +167,7 @@ def _kernel(device: torch.device, cut: Cut, gate: int, has_bias: bool, is_sorted
 
 
 @cache
-def _is_ready(device: torch.device, cut: Cut) -> bool:
+def _is_ready(device: torch.device, cut: ExpertsCut) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
     load = partial(_kernel, device, cut, GATES["silu"] if cut.halves == 2 else 0, False, True)
     return runs_on(device, load, "quantised experts of few tokens are read more slowly than they could be")
@@ -201,9 +201,9 @@ def suits(x_TD: Tensor, gate_up: object, down: object, num_experts: int, num_pai
 
 def work_of(
     x: Tensor, out: Tensor, order: Sorted, per_token: int, boxes: int, bias: Tensor | None, clamp: ClampedGate | None
-) -> Work:
+) -> ExpertsWork:
     """The arguments that describe a product to the kernels. The tensors must outlive the kernel."""
-    return Work(
+    return ExpertsWork(
         x.data_ptr(), order.block_expert.data_ptr(), order.pairs.data_ptr(), None if bias is None else bias.data_ptr(),
         out.data_ptr(), x.stride(0), out.shape[0], per_token, out.shape[1], x.shape[1], boxes, order.num_blocks,
         order.num_experts, 0.0 if clamp is None else clamp.alpha, 0.0 if clamp is None else clamp.limit,
@@ -221,7 +221,7 @@ def product(
     halves: int,
     bias: Tensor | None = None,
     clamp: ClampedGate | None = None,
-    cut: Cut | None = None,
+    cut: ExpertsCut | None = None,
 ) -> None:
     """Fills out [pairs, rows], with two `halves` gated by silu or `clamp`. `bias` [E, halves * rows] in bf16. Needs
     `suits`.

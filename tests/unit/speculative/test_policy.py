@@ -10,7 +10,7 @@ import pytest
 from bough.speculative.acceptance import Acceptance
 from bough.speculative.budget import LossBudget
 from bough.speculative.choose import choose
-from bough.speculative.costs import Pace, StepTimes, VerifyCosts
+from bough.speculative.costs import StepPace, StepTimes, VerifyCosts
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -69,11 +69,11 @@ def test_costs_are_measured_or_put_between_those_that_were():
 
 
 def test_one_slow_step_does_not_count_and_few_steps_leave_doubts():
-    times = StepTimes(Pace())
+    times = StepTimes(StepPace())
     for ms in (10.0, 10.2, 9.8, 500.0, 10.0, 10.2, 9.8, 10.0):
         times.add(1, ms)
     assert times.of(1) == pytest.approx(10.0, rel=0.1)
-    few, many = StepTimes(Pace()), StepTimes(Pace())
+    few, many = StepTimes(StepPace()), StepTimes(StepPace())
     rng = np.random.default_rng(0)
     for count, each in ((4, few), (60, many)):
         for ms in rng.uniform(7.0, 13.0, count):
@@ -83,7 +83,7 @@ def test_one_slow_step_does_not_count_and_few_steps_leave_doubts():
 
 def test_a_machine_that_slows_down_slows_all_kinds():
     """What steps with drafts take beside plain ones stays known, though plain ones have not run since."""
-    times = StepTimes(Pace())
+    times = StepTimes(StepPace())
     for _ in range(30):
         times.add(1, 10.0)
         times.add(4, 15.0)
