@@ -27,7 +27,9 @@ def _properties_have_no_deadline() -> None:
     from hypothesis import HealthCheck, settings
 
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    settings.register_profile("patient", deadline=None, suppress_health_check=slow, print_blob=True)
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=slow, print_blob=True, derandomize=True, database=None
+    )
     settings.load_profile("patient")
 
 
