@@ -13,7 +13,7 @@ MOST_SLOW = 2.0
 
 class LossBudget:
     """`share`: of the time. `first`: what may be lost before any time has passed. `most`: what is kept of gains, so that a
-    good hour does not pay for a bad one, and of debts: a step that takes far longer than anybody expected is known from then
+    good hour does not pay for a bad one, and of debts: a step that takes far longer than expected is known from then
     on. `again`: what must be there before a spent budget is touched again."""
 
     def __init__(self, share: float, *, first: float, most: float, again: float) -> None:

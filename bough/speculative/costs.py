@@ -45,7 +45,7 @@ class StepPace:
         self.slowness = 1.0
 
     def note(self, deviation: float) -> None:
-        """A step has taken so many times what was expected."""
+        """Notes the ratio of the time a step took to the time that was expected."""
         bounded = min(max(deviation, 1 / _MOST_DEVIATION), _MOST_DEVIATION)
         self.slowness = float(self.slowness ** (1 - _FALL_BACK) * bounded**_FOLLOW)
 
@@ -146,7 +146,7 @@ class VerifyCosts:
         return times.at_least(size)
 
     def most_tokens(self, num_rows: int) -> int:
-        """Tokens that a step of so many rows should have at most: what far larger ones than any take, nobody knows."""
+        """Tokens that a step of `num_rows` rows should have at most: the cost of far larger steps than were seen is unknown."""
         rows = rows_of(num_rows)
         return 2 + 2 * max(times.largest for (_, each), times in self._times.items() if each == rows)
 

@@ -43,7 +43,7 @@ class PlaceRates:
             self._right[rows][:] = _FADED_ROWS * rate
 
     def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step with so many drafts."""
+        """[most + 1]: tokens that a row yields in a step, by its number of drafts."""
         tried, right = self._of(rows)
         survival = np.multiply.accumulate(right / tried)
         return np.concatenate(([1.0], 1.0 + np.add.accumulate(survival)))
@@ -78,7 +78,7 @@ class TreeRates:
         self._seen.clear()
 
     def expected(self, rows: int) -> F64:
-        """[most + 1]: tokens that a row yields in a step with so many nodes. Twice as many nodes add about as much each
+        """[most + 1]: tokens that a row yields in a step, by its number of nodes. Twice as many nodes add about as much each
         time, so what was not tried lies on a line over the logarithm."""
         nearest = min(self._seen, key=lambda each: abs(each - rows), default=None)
         points = {0: 1.0}

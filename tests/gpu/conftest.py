@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The parts of the table of kernels come first, since they take the longest; tests that nothing may run beside come
-    last, when what they compile is there and nobody is left to wait for them."""
+    last, when what they compile is there and no test is left to wait for them."""
     here = [item for item in items if "tests/gpu" in str(item.path)]
     if len(here) == len(items):
         items.sort(key=_turn)

@@ -198,7 +198,7 @@ def test_respelling_survives_running_out_of_device_memory(depth: int, moment: st
 
 
 def test_a_result_that_is_dropped_anyway_cannot_fail_its_request() -> None:
-    """A step that had begun with a token which was respelled since computes something nobody reads, usable or not."""
+    """A step that had begun with a token which was respelled since computes something that is not read, usable or not."""
     sim = engine(1)
     clients = [sim.ask([i, *PROMPT], max_new=30, grammar=GrammarSpec(kind="regex", source="48")) for i in range(3)]
     waited, spoiled = sim.runner.waited, []

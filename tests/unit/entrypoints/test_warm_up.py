@@ -13,7 +13,7 @@ from bough.entrypoints.http import worker
 
 
 class _Client:
-    """Notes requests. Those with media fail, if it is told so."""
+    """Notes requests. Those with media fail, if the test asks for that."""
 
     context_length, vocab_size, pools = 64, 10, False
 
