@@ -146,7 +146,7 @@ class VerifyCosts:
         return times.at_least(size)
 
     def most_tokens(self, num_rows: int) -> int:
-        """Tokens that a step of `num_rows` rows should have at most: the cost of far larger steps than were seen is unknown."""
+        """Tokens that a step of `num_rows` rows should have at most: what far larger steps than seen cost is unknown."""
         rows = rows_of(num_rows)
         return 2 + 2 * max(times.largest for (_, each), times in self._times.items() if each == rows)
 
