@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bough.core.step import Step
+from bough.core.step import I64, Step
 from bough.layers.batch import BatchStates, DraftedRows, StatePhase
 from bough.memory.states import StatePool
 from bough.memory.transfer import upload
@@ -127,6 +127,11 @@ class _Phase:
             self.saves.append((state, place))
 
     def done(self, device: torch.device) -> StatePhase:
-        ones = upload(np.array(self.ones, np.int64).reshape(-1, 2), device)
-        saves = upload(np.array(self.saves, np.int64).reshape(-1, 2), device)
-        return StatePhase(ones[:, 0], ones[:, 1], tuple(self.longs), (saves[:, 0], saves[:, 1]) if self.saves else None)
+        at_N, states_N = upload(_columns(self.ones), device)
+        source, target = upload(_columns(self.saves), device)
+        return StatePhase(at_N, states_N, tuple(self.longs), (source, target) if self.saves else None)
+
+
+def _columns(pairs: list[tuple[int, int]]) -> I64:
+    """[2, N], each column of pairs in one piece: kernels read the numbers of states one after the other."""
+    return np.ascontiguousarray(np.array(pairs, np.int64).reshape(-1, 2).T)

@@ -51,6 +51,10 @@ def _sizes(family: str) -> dict[str, int]:
 def family(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp(request.param)
     prefix, extra = {**STATES, **SHARED_KV, **LATENTS}.get(request.param, (request.param, {}))
+    if (
+        "vocab_size_per_layer_input" in extra
+    ):  # some versions of transformers look up every id there, and would go beyond it
+        extra = {**extra, "vocab_size_per_layer_input": 131}
     reference = make_tiny(prefix, folder, **{**extra, **_sizes(request.param)}).cuda()
     expected = []
     for prompt in PROMPTS:

@@ -88,7 +88,7 @@ def conv_ones(
     out = torch.empty(rows, channels, dtype=torch.float32, device=x_NC.device)
     bias = weight_CW if bias_C is None else bias_C
     _ones_kernel[(rows, cdiv(channels, _CHANNELS))](
-        x_NC, weight_CW, bias, states_SCW, at_N, out, x_NC.stride(0), channels, width, bias_C is not None, silu,
+        x_NC, weight_CW, bias, states_SCW, at_N.contiguous(), out, x_NC.stride(0), channels, width, bias_C is not None, silu,
         _CHANNELS,
     )  # fmt: skip
     return out

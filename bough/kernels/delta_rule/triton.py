@@ -83,7 +83,7 @@ def step_rows(
     block = min(_STEP_VALUES, power_of_two(values))
     _STEP.launch(
         (rows, heads * cdiv(values, block)),
-        (q, k, v, g_RHK.contiguous(), b_RH.contiguous(), states_SHKV, at_R, out),
+        (q, k, v, g_RHK.contiguous(), b_RH.contiguous(), states_SHKV, at_R.contiguous(), out),
         (q.stride(0), k.stride(0), v.stride(0), heads, keys, values),
         (LEAST_SQUARE,),
         (heads // groups, power_of_two(keys), block, g_RHK.shape[2] > 1),

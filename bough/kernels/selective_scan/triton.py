@@ -81,8 +81,8 @@ def step_rows(
     x, dt, b, c = _dense(x_RC), _dense(dt_RC), _dense(b_RN), _dense(c_RN)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _step_kernel[(len(x), cdiv(channels, _STEP_CHANNELS))](
-        x, dt, a_CN, b, c, d_C, states_SCN, at_R, out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0), channels,
-        states, _STEP_CHANNELS, power_of_two(states), num_warps=4,
+        x, dt, a_CN, b, c, d_C, states_SCN, at_R.contiguous(), out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        channels, states, _STEP_CHANNELS, power_of_two(states), num_warps=4,
     )  # fmt: skip
     return out
 

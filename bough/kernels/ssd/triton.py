@@ -95,7 +95,7 @@ def step_rows(
     block = power_of_two(states)
     part = max(1, min(power_of_two(width), 4096 // block))  # of a state, per program
     _step_kernel[(rows, heads, cdiv(width, part))](
-        x, dt, a_H, b, c, d_H, states_SHPN, at_R, out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        x, dt, a_H, b, c, d_H, states_SHPN, at_R.contiguous(), out, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
         heads, width, states, heads // groups, part, block, num_warps=4,
     )  # fmt: skip
     return out

@@ -31,6 +31,11 @@ def state_cases(bed: Bed) -> Cases:
             yield f"delta_rule {length}x{sizes}x{rates}", partial(_delta, bed, length, *sizes, rates)
 
 
+def _apart(bed: Bed, rows: int) -> Tensor:
+    """Numbers of states, with others between them."""
+    return bed.ints([5, 2, 1, 6, 0, 3][: 2 * rows], torch.int64)[::2]
+
+
 def _advanced(ours: Any, theirs: Any, state: Tensor, at: Tensor | None) -> None:
     """Calls both with a copy of the state; what they return and leave there agrees."""
     rows = () if at is None else (at,)
@@ -48,7 +53,7 @@ def _conv(bed: Bed, length: int, channels: int, width: int, has_bias: bool, dtyp
     theirs = {each: partial(getattr(conv_reference, each), silu=has_bias) for each in ("conv_row", "conv_ones")}
     ours = {each: partial(getattr(conv, each), silu=has_bias) for each in theirs}
     _advanced(partial(ours["conv_row"], x, weight, bias), partial(theirs["conv_row"], x, weight, bias), one, None)
-    x, many, at = x[:3], bed.normal(7, channels, width - 1), bed.ints([5, 1, 0][: min(length, 3)], torch.int64)
+    x, many, at = x[:3], bed.normal(7, channels, width - 1), _apart(bed, min(length, 3))
     _advanced(partial(ours["conv_ones"], x, weight, bias), partial(theirs["conv_ones"], x, weight, bias), many, at)
 
 
@@ -59,7 +64,7 @@ def _scanned(bed: Bed, ours: Any, theirs: Any, row: list[Tensor], constant: list
     _advanced(partial(ours.scan_row, *given), partial(theirs.scan_row, *given), bed.normal(*shape), None)
     rows = min(len(x), 3)
     given = (x[:rows], dt[:rows], a, b[:rows], c[:rows], d)
-    at = bed.ints([5, 1, 0][:rows], torch.int64)
+    at = _apart(bed, rows)
     _advanced(partial(ours.step_rows, *given), partial(theirs.step_rows, *given), bed.normal(7, *shape), at)
 
 
@@ -90,7 +95,7 @@ def _delta(bed: Bed, length: int, groups: int, heads: int, keys: int, values: in
     one = bed.normal(heads, keys, values)
     _advanced(partial(delta.scan_row, *row), partial(delta_reference.scan_row, *row), one, None)
     ones = tuple(each[:3] for each in row)
-    at = bed.ints([5, 1, 0][: min(length, 3)], torch.int64)
+    at = _apart(bed, min(length, 3))
     _advanced(
         partial(delta.step_rows, *ones), partial(delta_reference.step_rows, *ones),
         bed.normal(7, heads, keys, values), at,
