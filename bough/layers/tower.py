@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -67,9 +67,15 @@ class TowerAttention(nn.Module):
     def forward(self, x_TD: Tensor, lengths: Sequence[int], cos_sin_TR: Tensor | None) -> Tensor:
         q_TNH, k_TNH, v_TNH = self.qkv(x_TD)
         if cos_sin_TR is not None:
-            places_T = torch.arange(len(x_TD), device=x_TD.device)
+            places_T = _places(len(x_TD), x_TD.device)
             q_TNH, k_TNH = apply_rope(q_TNH, k_TNH, places_T, cos_sin_TR, interleaved=self.interleaved)
         return self.out.product(attend_segments(q_TNH, k_TNH, v_TNH, lengths, self.scale))
+
+
+@lru_cache(maxsize=4)
+def _places(count: int, device: torch.device) -> Tensor:
+    """0 .. count - 1. Kept, because all layers of a pass ask for the same."""
+    return torch.arange(count, device=device)
 
 
 class TowerBlock(nn.Module):
