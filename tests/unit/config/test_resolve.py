@@ -92,6 +92,19 @@ def test_smaller_steps_are_suggested_only_where_they_help() -> None:
     assert suggested
 
 
+def test_layers_of_many_short_launches_have_larger_graphs() -> None:
+    """Products of 8 bits take half the time, and mixtures of experts more launches."""
+    params = LLAMA.dense_params
+    codes = replace(LLAMA, dense_params=0, packed_params=params, packed_bytes=params, quantization="fp8")
+    halves = replace(codes, packed_bytes=params // 2, quantization="gptq")
+    blocks = replace(codes, quantization="gguf")
+    mixture = replace(
+        LLAMA, expert_values=32 * 2 * 2880 * 2880, hidden_size=2880, ffn_size=11_520, attention_width=5120
+    )
+    found = [resolve(config(), H200, model) for model in (codes, halves, blocks, mixture)]
+    assert [each.config.device.cuda_graph_max_tokens for each in found] == [1280, 512, 512, 1152]
+
+
 def test_narrow_models_have_larger_graphs() -> None:
     narrow = replace(LLAMA, hidden_size=2048, attention_width=4096, ffn_size=6144)
     middling = replace(LLAMA, hidden_size=3072, attention_width=5120, ffn_size=8192)
