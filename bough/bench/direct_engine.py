@@ -17,7 +17,7 @@ from bough.config.server_args import build_config
 from bough.config.speculation import drafts_of_step
 from bough.core.errors import Aborted
 from bough.core.media import MediaItem
-from bough.core.messages import Generate, ToDetokenizer, ToEngine, pack_ids
+from bough.core.messages import Generate, ToDetokenizer, ToEngine, Tokens, pack_ids
 from bough.core.sampling import SamplingParams
 from bough.core.step import I64
 from bough.distributed.mesh import Mesh
@@ -35,19 +35,23 @@ from bough.scheduler.queues import Queues
 
 
 class _Mailbox:
-    """Gives its messages once, and takes answers that are read by nothing."""
+    """Gives its messages once, and takes answers, of which it keeps when they came if it is asked to."""
 
     closed = False
 
     def __init__(self) -> None:
         self.messages: list[ToEngine] = []
+        self.times: dict[int, list[float]] | None = None
 
     def drain(self, block_s: float) -> list[ToEngine]:
         messages, self.messages = self.messages, []
         return messages
 
     def send(self, message: ToDetokenizer) -> None:
-        pass
+        if self.times is not None and isinstance(message, Tokens):
+            now = time.perf_counter()
+            for request_id, count in zip(message.ids, message.counts, strict=True):
+                self.times.setdefault(request_id, []).extend([now] * count)
 
 
 class DirectEngine:
@@ -123,16 +127,26 @@ class DirectEngine:
         *,
         media: tuple[MediaItem, ...] = (),
         positions: bytes = b"",
-    ) -> None:
-        """Queues requests whose answers are sent whole. `media`, `positions`: of each."""
+        stream: bool = False,
+    ) -> list[int]:
+        """Queues requests, whose answers are sent whole unless they `stream`, and returns their ids. `media`, `positions`:
+        of each."""
+        ids_given = []
         for prompt in prompts:
             self._next_id += 1
+            ids_given.append(self._next_id)
             ids = pack_ids(prompt.astype(np.int32))
             ask = Generate(
-                id=self._next_id, rid=str(self._next_id), prompt=ids, sampling=sampling, stream=False, media=media,
+                id=self._next_id, rid=str(self._next_id), prompt=ids, sampling=sampling, stream=stream, media=media,
                 positions=positions,
             )  # fmt: skip
             self._mailbox.messages.append(ask)
+        return ids_given
+
+    def token_times(self) -> dict[int, list[float]]:
+        """From now on, when each token of each request came, by `time.perf_counter`; anew with every call."""
+        self._mailbox.times = {}
+        return self._mailbox.times
 
     def turn(self) -> None:
         with torch.inference_mode():

@@ -1,11 +1,15 @@
-"""Times a model that sees: a new image, the same image again, several at once, its tower alone, and first tokens over HTTP.
+"""Times a model that sees: a new image, the same image again, several at once, a video, its tower alone, chats with images
+beside others' streams of text, and first tokens over HTTP.
 
     bough bench images                      # the shapes of Qwen2.5-VL-7B with dummy weights, on this machine's GPU
     bough bench images --size tiny          # the same measurements of a tiny model, on any machine
     bough bench images --url http://127.0.0.1:30000 --ids 151652,151655,151653
 
 Without --url an engine runs in this process: features are in memory, nothing is fetched or decoded. A new image of 6,256
-patches (1,564 positions) with 64 tokens of text is encoded and prefilled; once more, it is neither. With --url a running
+patches (1,564 positions) with 64 tokens of text is encoded and prefilled; once more, it is neither. `floor_ms` is the time
+of the FLOPs of tower and prefill at the rate that large products sustain in the same run. For "chats", streams of text run
+without and with chats whose images arrive at a fixed rate: `ratio` is that of the 99th percentiles of a request's mean time
+per token. With --url a running
 server is asked by /generate, so that fetching, decoding, hashing and HTTP count too; --ids are the ids that stand for an
 image in a prompt. Prints a JSON object per measurement; goals are for an H200.
 """
@@ -24,23 +28,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
 
 from bough.bench.direct_engine import DirectEngine
+from bough.bench.roofline_rates import measure_rates
 from bough.core.media import Features, MediaItem
 from bough.core.sampling import SamplingParams
 from bough.multimodal.families import processor_of
 from bough.multimodal.placing import Placer
-from bough.multimodal.processor import Prepared, Processed, Processor
+from bough.multimodal.processor import ItemShape, Prepared, Processed, Processor, VideoInfo
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from bough.core.messages import Ids
+
+    SeeingPrompt = tuple[Ids, tuple[MediaItem, ...], bytes]
+    """Ids, the media in them, and positions if these have several axes."""
 
 _ONE: Final = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
 _TEXT: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatLoad:
+    """Streams of text, and chats with images beside them."""
+
+    streams: int = 16
+    prompt: int = 256
+    tokens: int = 128
+    """Of each request of a stream; the next one follows at once."""
+    alone_s: float = 4.0
+    chats: int = 32
+    per_s: float = 4.0
+    answer: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +78,29 @@ class SeeingShape:
     settings: dict[str, Any]
     goals: dict[str, float]
     """By measurement, in milliseconds."""
+    frames: int
+    """Of the video, each with a quarter of the image's pixels."""
+    chats: ChatLoad
+
+    def flops(self, items: Sequence[MediaItem], prompts: Sequence[int]) -> float:
+        """Of the tower over these items, and of the prefill of prompts of these lengths."""
+        config, vision = self.config, self.config["vision_config"]
+        hidden, width = vision["hidden_size"], config["hidden_size"]
+        merged = hidden * vision["spatial_merge_size"] ** 2
+        block = 4 * hidden**2 + 3 * hidden * vision["intermediate_size"]
+        seen = len(vision["fullatt_block_indexes"])
+        per_window = (vision["window_size"] // vision["patch_size"]) ** 2
+        total = 0.0
+        for item in items:
+            full = seen * item.cost + (vision["depth"] - seen) * min(per_window, item.cost)
+            total += 2 * vision["depth"] * block * item.cost + 4 * hidden * full * item.cost
+            total += 2 * (merged**2 + merged * width) * item.count
+        head = width // config["num_attention_heads"]
+        keys = 2 * config["num_key_value_heads"] * head
+        layer = 2 * width**2 + width * keys + 3 * width * config["intermediate_size"]
+        for length in prompts:
+            total += config["num_hidden_layers"] * (2 * layer * length + 2 * width * length**2)
+        return total
 
 
 _IDS: Final = {
@@ -80,6 +127,8 @@ FULL: Final = SeeingShape(
         "max_running_requests": 64,
     },
     goals={"new image": 54.0, "same image": 8.0},
+    frames=64,
+    chats=ChatLoad(),
 )  # fmt: skip
 TINY: Final = SeeingShape(
     config={
@@ -99,7 +148,11 @@ TINY: Final = SeeingShape(
         "max_running_requests": 8, "page_size": 16, "mm_cache_size": 8 * 2**20,
     },
     goals={},
+    frames=4,
+    chats=ChatLoad(streams=2, prompt=8, tokens=8, alone_s=0.05, chats=2, per_s=50.0, answer=2),
 )  # fmt: skip
+MOST_RATIO: Final = 1.5
+"""How much longer others' tokens may take beside chats with images."""
 
 
 class SeeingEngine:
@@ -116,13 +169,13 @@ class SeeingEngine:
         self.processor: Processor = processor
         self._rng = np.random.default_rng(seed)
 
-    def prompt(self, images: int = 1) -> tuple[Ids, tuple[MediaItem, ...], bytes]:
-        """Text, and new images in it."""
-        marker = self.processor.marker("image")
-        text = self._rng.integers(0, 1000, _TEXT - 2 * images).astype(np.int32)
-        media = [self._image() for _ in range(images)]
+    def prompt(self, kind: Literal["image", "video"] = "image") -> SeeingPrompt:
+        """Text, and a new image or video in it."""
+        marker = self.processor.marker(kind)
+        text = self.words(_TEXT - 2)
+        media = [self._image() if kind == "image" else self._video()]
         placed = Placer(self.processor, None).place_ids(
-            np.concatenate([np.array(marker.insert * images, np.int32), text]), media
+            np.concatenate([np.array(marker.insert, np.int32), text]), media
         )
         positions = self.processor.positions(placed.ids, placed.items) if self.processor.axes else None
         return placed.ids, placed.items, b"" if positions is None else positions.astype("<i4").tobytes()
@@ -131,15 +184,33 @@ class SeeingEngine:
         from PIL import Image
 
         pixels = self._rng.integers(0, 256, (self.shape.height, self.shape.width, 3), dtype=np.uint8)
-        array, items = self.processor.image(Image.fromarray(pixels), {})
-        digest = sha256(pixels.tobytes()).digest()
+        return self._prepared("image", *self.processor.image(Image.fromarray(pixels), {}))
+
+    def _video(self) -> Prepared:
+        from PIL import Image
+
+        count, height, width = self.shape.frames, self.shape.height // 2, self.shape.width // 2
+        pixels = self._rng.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+        info = VideoInfo(total=count, fps=2.0, width=width, height=height)
+        frames = (Image.fromarray(each) for each in pixels)
+        array, items, _ = self.processor.video(info, range(count), frames, {})
+        return self._prepared("video", array, items)
+
+    def _prepared(
+        self, kind: Literal["image", "video"], array: npt.NDArray[Any], items: tuple[ItemShape, ...]
+    ) -> Prepared:
+        digest = sha256(array.tobytes()).digest()
         where = Features(path=digest.hex(), digest=digest, dtype="uint8", shape=array.shape)
         self.engine.features[where.path] = np.array(array)
         return Prepared(
-            kind="image", digest=digest, processed=Processed(dtype="uint8", shape=array.shape, items=items), features=where
+            kind=kind, digest=digest, processed=Processed(dtype="uint8", shape=array.shape, items=items), features=where
         )  # fmt: skip
 
-    def ask_ms(self, prompts: Sequence[tuple[Ids, tuple[MediaItem, ...], bytes]]) -> float:
+    def words(self, count: int) -> Ids:
+        """A text that was never sent."""
+        return self._rng.integers(0, 1000, count).astype(np.int32)
+
+    def ask_ms(self, prompts: Sequence[SeeingPrompt]) -> float:
         """From the requests to all of their first tokens."""
         begin = time.perf_counter()
         for ids, items, positions in prompts:
@@ -169,12 +240,14 @@ class SeeingEngine:
 
 def measure(seeing: SeeingEngine, repeats: int, tell: Callable[[dict[str, Any]], None]) -> None:
     """Calls `tell` with each measurement."""
+    rate = measure_rates(seeing.engine.device).flops_per_s
 
-    def row(name: str, took: Sequence[float], items: Sequence[MediaItem], **more: Any) -> None:
+    def row(name: str, took: Sequence[float], items: Sequence[MediaItem], prompts: Sequence[int], **more: Any) -> None:
         goal = seeing.shape.goals.get(name)
         value = statistics.median(took)
         tell({
             "workload": name, "ms": round(value, 2), "best_ms": round(min(took), 2),
+            "floor_ms": round(1e3 * seeing.shape.flops(items, prompts) / rate, 2),
             "patches": sum(item.cost for item in items), "positions": sum(item.count for item in items), **more,
             **({} if goal is None else {"goal_ms": goal, "reached": value <= goal}),
         })  # fmt: skip
@@ -186,15 +259,63 @@ def measure(seeing: SeeingEngine, repeats: int, tell: Callable[[dict[str, Any]],
         seeing.ask_ms([warm])
     seeing.engine.settle_down()
     fresh = [seeing.prompt() for _ in range(repeats)]
-    row("new image", [seeing.ask_ms([each]) for each in fresh], fresh[0][1], tokens=len(fresh[0][0]))
-    row("same image", [seeing.ask_ms([fresh[-1]]) for _ in range(repeats)], fresh[0][1], tokens=len(fresh[0][0]))
-    row("tower alone", [seeing.tower_ms(each[1]) for each in fresh], fresh[0][1])
-    text = [(seeing._rng.integers(0, 1000, len(fresh[0][0])).astype(np.int32), (), b"") for _ in range(repeats)]
-    row("as many tokens of text", [seeing.ask_ms([each]) for each in text], (), tokens=len(fresh[0][0]))
+    items, length = fresh[0][1], len(fresh[0][0])
+    row("new image", [seeing.ask_ms([each]) for each in fresh], items, [length], tokens=length)
+    row("same image", [seeing.ask_ms([fresh[-1]]) for _ in range(repeats)], (), [], tokens=length)
+    row("tower alone", [seeing.tower_ms(each[1]) for each in fresh], items, [])
+    text = [(seeing.words(length), (), b"") for _ in range(repeats)]
+    row("as many tokens of text", [seeing.ask_ms([each]) for each in text], (), [length], tokens=length)
     many = [[seeing.prompt() for _ in range(8)] for _ in range(1 + max(1, repeats // 2))]
-    items = [item for each in many[0] for item in each[1]]
-    row("8 requests with new images, first time", [seeing.ask_ms(many[0])], items)
-    row("8 requests with new images", [seeing.ask_ms(each) for each in many[1:]], items)
+    items, lengths = tuple(item for each in many[0] for item in each[1]), [len(each[0]) for each in many[0]]
+    row("8 requests with new images, first time", [seeing.ask_ms(many[0])], items, lengths)
+    row("8 requests with new images", [seeing.ask_ms(each) for each in many[1:]], items, lengths)
+    videos = [seeing.prompt("video") for _ in range(2)]
+    took = [seeing.ask_ms([each]) for each in videos]
+    length = len(videos[0][0])
+    row(f"video of {seeing.shape.frames} frames", took[1:], videos[0][1], [length], tokens=length)
+    tell(chats_beside_text(seeing))
+
+
+def chats_beside_text(seeing: SeeingEngine) -> dict[str, Any]:
+    """Times per token of streams of text, without and with chats about new images."""
+    load = seeing.shape.chats
+    prompts = [seeing.prompt() for _ in range(load.chats)]
+    alone = _streams_tpot_ms(seeing, [], load.alone_s)
+    beside = _streams_tpot_ms(seeing, prompts, load.chats / load.per_s)
+    ratio = float(np.percentile(beside, 99) / np.percentile(alone, 99))
+    return {
+        "workload": f"{load.chats} chats with images, {load.per_s:g} per second, beside {load.streams} streams",
+        "p99_tpot_ms": round(float(np.percentile(beside, 99)), 2),
+        "p99_tpot_alone_ms": round(float(np.percentile(alone, 99)), 2),
+        "ratio": round(ratio, 3),
+        "most_ratio": MOST_RATIO,
+        **({"reached": ratio <= MOST_RATIO} if seeing.shape.goals else {}),
+    }
+
+
+def _streams_tpot_ms(seeing: SeeingEngine, chats: Sequence[SeeingPrompt], seconds: float) -> list[float]:
+    """Of each request of the streams that ended within `seconds`, or until there is one for each stream: its mean time per
+    token behind the first. `chats` arrive evenly meanwhile."""
+    load, engine = seeing.shape.chats, seeing.engine
+    said = SamplingParams(temperature=0.0, max_new_tokens=load.tokens, ignore_eos=True)
+    answer = SamplingParams(temperature=0.0, max_new_tokens=load.answer, ignore_eos=True)
+    times = engine.token_times()
+    running: set[int] = set()
+    found: list[float] = []
+    waiting = list(chats)
+    begin = time.perf_counter()
+    while (now := time.perf_counter()) < begin + seconds or waiting or len(found) < load.streams:
+        while len(running) < load.streams:
+            running |= set(engine.submit([seeing.words(load.prompt).astype(np.int64)], said, stream=True))
+        if waiting and now >= begin + (len(chats) - len(waiting)) * seconds / len(chats):
+            ids, items, positions = waiting.pop(0)
+            engine.submit([ids.astype(np.int64)], answer, media=items, positions=positions)
+        engine.turn()
+        for each in [each for each in running if len(times.get(each, ())) == load.tokens]:
+            running.discard(each)
+            found.append(1e3 * (times[each][-1] - times[each][0]) / (load.tokens - 1))
+    engine.drop_all()
+    return found
 
 
 def over_http(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
