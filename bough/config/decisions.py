@@ -34,8 +34,8 @@ EIGHT_BITS_BOUND = 3.0
 """How many times LAUNCH_BOUND it is with weights of 8 bits, whose products take half the time and half as many launches
 more: 1,000 tokens of 32 layers of 4,096 take 21.1 ms kernel by kernel, of which the kernels take 12.7."""
 MIXTURE_BOUND = 1.5
-"""The same of mixtures of experts, whose tokens are sorted by expert first: 1,000 tokens of gpt-oss-20b take 26.3 ms kernel by
-kernel, of which the kernels take 20.0."""
+"""The same of mixtures of experts, whose tokens are sorted by expert first: 1,000 tokens of gpt-oss-20b take 26.3 ms kernel
+by kernel, of which the kernels take 20.0."""
 ROOMY_BYTES = 120 * GIB
 """Device memory from which larger steps are worth their activations (see `UNWATCHED_TOKENS`)."""
 UNWATCHED_TOKENS = 132 * 128
