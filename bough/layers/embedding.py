@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,18 @@ from bough.layers.norm import fill
 from bough.quantization.scheme import Matrix, Part
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored
+
+
+class LaterRows(NamedTuple):
+    """Vectors of tokens from an id on, in place of a table's rows."""
+
+    first: int
+    rows_VD: Tensor
+
+    def put(self, ids_T: Tensor, x_TD: Tensor) -> Tensor:
+        """`x_TD`: the rows of the table."""
+        at_T = ids_T - self.first
+        return torch.where((at_T >= 0)[:, None], F.embedding(at_T.clamp(0, len(self.rows_VD) - 1), self.rows_VD), x_TD)
 
 
 class VocabEmbedding(nn.Module):
@@ -28,6 +41,8 @@ class VocabEmbedding(nn.Module):
         self.build = build
         self.matrix: Matrix
         self.scale = None if scale is None else torch.tensor(scale, dtype=build.dtype).item()
+        self.later: LaterRows | None = None
+        """Where the last tokens have vectors of another part of the model (Gemma 3n)."""
 
     def place(self, name: str) -> None:
         self.matrix = self.build.matrix(name, (Part("", self.shape, self.rows, slice(None)),), "embedding")
@@ -44,7 +59,9 @@ class VocabEmbedding(nn.Module):
     def of(self, ids_T: Tensor) -> Tensor:
         """The vectors of tokens -> [T, D]."""
         x_TD = self._lookup(ids_T)
-        return x_TD if self.scale is None else x_TD * self.scale
+        if self.scale is not None:
+            x_TD = x_TD * self.scale
+        return x_TD if self.later is None else self.later.put(ids_T, x_TD)
 
     def _lookup(self, ids_T: Tensor) -> Tensor:
         if self.axis.size == 1:

@@ -49,7 +49,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3ForCausalLM": "bough.models.gemma3",
     "Gemma3nForCausalLM": "bough.models.gemma3n",
     "Gemma4ForCausalLM": "bough.models.gemma4",
-    "Gemma3nForConditionalGeneration": "bough.models.gemma3n_text",
+    "Gemma3nForConditionalGeneration": "bough.models.gemma3n_mm",
     "Gemma4ForConditionalGeneration": "bough.models.gemma4_vl",
     "Phi3ForCausalLM": "bough.models.phi3",
     "MixtralForCausalLM": "bough.models.mixtral",

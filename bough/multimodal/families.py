@@ -13,6 +13,7 @@ from bough.multimodal.cohere2_vision import Cohere2VisionProcessor
 from bough.multimodal.deepseek_ocr2 import Ocr2Processor
 from bough.multimodal.dual import ClipProcessor, NaflexProcessor, SiglipProcessor
 from bough.multimodal.gemma3 import Gemma3Processor
+from bough.multimodal.gemma3n import Gemma3nProcessor
 from bough.multimodal.gemma4 import Gemma4Processor
 from bough.multimodal.glm4v import Glm4vProcessor
 from bough.multimodal.idefics2 import Idefics2Processor
@@ -55,6 +56,7 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "Cohere2VisionForConditionalGeneration": Cohere2VisionProcessor,
     "DeepseekOcr2ForConditionalGeneration": Ocr2Processor,
     "Gemma3ForConditionalGeneration": Gemma3Processor,
+    "Gemma3nForConditionalGeneration": Gemma3nProcessor,
     "Gemma4ForConditionalGeneration": Gemma4Processor,
     "Glm46VForConditionalGeneration": Glm4vProcessor,
     "Glm4vForConditionalGeneration": Glm4vProcessor,
