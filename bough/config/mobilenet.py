@@ -173,8 +173,8 @@ def _stages_300m(times: float) -> tuple[tuple[MobileBlockFacts, ...], ...]:
     """As published. `times`: what channels are multiplied by."""
     first, second, third, fourth = (_rounded(channels * times) for channels in (128, 256, 640, 1280))
 
-    def uib(channels: int, expansion: int, **convolutions: int) -> UniversalIbFacts:
-        return UniversalIbFacts(channels=channels, expansion=expansion, **convolutions)
+    def uib(channels: int, expansion: int, first: int = 0, middle: int = 0, stride: int = 1) -> UniversalIbFacts:
+        return UniversalIbFacts(channels=channels, expansion=expansion, first=first, middle=middle, stride=stride)
 
     coarse = (MobileMqaFacts(channels=third, num_heads=12, head_dim=64, kv_stride=2), uib(third, 2))
     fine = (MobileMqaFacts(channels=fourth, num_heads=16, head_dim=96), uib(fourth, 2))

@@ -113,7 +113,9 @@ class UsmSpectrum:
 def read_usm_spectrum(settings: Fields) -> UsmSpectrum:
     """`settings`: those of the checkpoint's feature extractor."""
     rate, mels = settings.count("sampling_rate", default=16_000), settings.count("feature_size", default=128)
-    window = settings.count("frame_length", default=round(rate * settings.number("frame_length_ms", default=32.0) / 1e3))
+    window = settings.count(
+        "frame_length", default=round(rate * settings.number("frame_length_ms", default=32.0) / 1e3)
+    )
     hop = settings.count("hop_length", default=round(rate * settings.number("hop_length_ms", default=10.0) / 1e3))
     fft = 2 ** math.ceil(math.log2(window)) * (2 if settings.flag("fft_overdrive", default=True) else 1)
     return UsmSpectrum(

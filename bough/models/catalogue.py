@@ -139,7 +139,6 @@ GROUPS: Final = (
         "tests/models/test_shared_kv_families.py",
         {
             "Gemma3nForCausalLM": "the text part of google/gemma-3n-E4B-it",
-            "Gemma3nForConditionalGeneration": "google/gemma-3n-E2B-it, google/gemma-3n-E4B-it",
             "Gemma4ForCausalLM": "the text part of google/gemma-4-31B-it",
         },
     ),
@@ -171,6 +170,7 @@ GROUPS: Final = (
             "Cohere2VisionForConditionalGeneration": "CohereLabs/command-a-vision-07-2025",
             "DeepseekOcr2ForConditionalGeneration": "deepseek-community/DeepSeek-OCR-2",
             "Gemma3ForConditionalGeneration": "google/gemma-3-27b-it",
+            "Gemma3nForConditionalGeneration": "google/gemma-3n-E2B-it, google/gemma-3n-E4B-it",
             "Gemma4ForConditionalGeneration": "google/gemma-4-E2B-it, google/gemma-4-26B-A4B-it, google/gemma-4-31B-it",
             "Glm46VForConditionalGeneration": "zai-org/GLM-4.6V-Flash",
             "Glm4vForConditionalGeneration": "zai-org/GLM-4.1V-9B-Thinking",
@@ -244,7 +244,6 @@ prefix cache. `bough doctor MODEL` says whether a checkpoint can be served here,
 - **Heads**: `...ForSequenceClassification`, `...ForRewardModel` and bare `...Model` classes of these architectures pool,
   embed and score: see [embeddings](embeddings.md).
 - **Models that see** take images: see [multimodal](multimodal.md). `--language-model-only` serves them without their towers.
-  Llama 4 and Gemma 3n answer texts by their language models; they take no pictures yet.
 - **Drafting layers** behind the last one (GLM-4.5, DeepSeek V3 and V3.2) are read over, unless they draft
   (`--speculative-algorithm NEXTN`).
 - **Windows** (Gemma, Mistral, gpt-oss, Llama 4's chunks ...) bound what attention reads and what is kept: pages behind a

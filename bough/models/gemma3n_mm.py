@@ -75,9 +75,7 @@ _IN_BLOCKS: Final = {
 _SEEING: Final[tuple[Rule, ...]] = (
     Rename("conv_stem.conv", "tower.seeing.stem.conv"),
     Rename("conv_stem.bn", "tower.seeing.stem.norm"),
-    *(
-        Rename(f"blocks.*.*.{source}", f"tower.seeing.stages.*.*.{target}") for source, target in _IN_BLOCKS.items()
-    ),
+    *(Rename(f"blocks.*.*.{source}", f"tower.seeing.stages.*.*.{target}") for source, target in _IN_BLOCKS.items()),
     Exact("blocks.*.*.layer_scale.gamma", "tower.seeing.stages.*.*.scale.weight"),
     *(
         Rename(f"msfa.ffn.{source}.{part}", f"tower.seeing.fusion.block.{target}.{own}")
@@ -119,9 +117,7 @@ _HEARING: Final[tuple[Rule, ...]] = (
         for source, target in {"conv": "", "norm": ".norm"}.items()
     ),
     Rename("subsample_conv_projection.input_proj_linear", "tower.hearing.thin.project"),
-    *(
-        Rename(f"conformer.*.{source}", f"tower.hearing.blocks.*.{target}") for source, target in _IN_CONFORMER.items()
-    ),
+    *(Rename(f"conformer.*.{source}", f"tower.hearing.blocks.*.{target}") for source, target in _IN_CONFORMER.items()),
     Exact("conformer.*.attention.attn.per_dim_scale", "tower.hearing.blocks.*.attn.scale.weight"),
 )
 

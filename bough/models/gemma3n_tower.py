@@ -92,6 +92,4 @@ class Gemma3nTower(Tower):
         parts = self.hearing([item.features for item in sounds])
         made = torch.split(self.embed_sounds(torch.cat(parts)), [len(part) for part in parts])
         filler_1D = self.hard_VD[None, self.facts.image_vocab.count + self.facts.filler]
-        return [
-            torch.cat((each, filler_1D.expand(self.facts.sound_positions - len(each), -1))) for each in made
-        ]
+        return [torch.cat((each, filler_1D.expand(self.facts.sound_positions - len(each), -1))) for each in made]

@@ -112,8 +112,7 @@ class UniversalIb(nn.Module):
         self.adds = facts.scaled and facts.stride == 1 and given == facts.channels
 
     def forward(self, x_BYXC: Tensor) -> Tensor:
-        out = x_BYXC if self.first is None else self.first(x_BYXC)
-        out = self.expand(out)
+        out: Tensor = self.expand(x_BYXC if self.first is None else self.first(x_BYXC))
         if self.middle is not None:
             out = self.middle(out)
         out = self.project(out)

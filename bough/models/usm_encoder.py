@@ -55,13 +55,14 @@ class Thinning(nn.Module):
 
     def __init__(self, facts: UsmFacts, build: Build) -> None:
         super().__init__()
+        self.dtype = build.dtype
         self.convs = nn.ModuleList(
             ThinningConv(facts, number, given, build) for number, given in enumerate((1, facts.channels[0]))
         )
         self.project = ReplicatedLinear(facts.bands * facts.channels[1], facts.hidden, build)
 
     def forward(self, spectrum_LQ: Tensor) -> Tensor:
-        x = spectrum_LQ.to(self.convs[0].weight.dtype)[None]
+        x = spectrum_LQ.to(self.dtype)[None]
         for conv in self.convs:
             x = conv(x)
         out_TD: Tensor = self.project(x.permute(1, 2, 0).flatten(1))
@@ -73,7 +74,7 @@ class ConformerFeedForward(nn.Module):
 
     def __init__(self, facts: UsmFacts, build: Build) -> None:
         super().__init__()
-        self.clip, self.half = facts.clip, facts.half
+        self.clip, self.part = facts.clip, facts.half
         self.norm = make_norm(_NORM, facts.hidden, build)
         self.up = ReplicatedLinear(facts.hidden, 4 * facts.hidden, build)
         self.down = ReplicatedLinear(4 * facts.hidden, facts.hidden, build)
@@ -81,7 +82,8 @@ class ConformerFeedForward(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         made_TD = self.down(F.silu(self.up(self.norm(clipped(x_TD, self.clip)))))
-        return x_TD + self.after_norm(clipped(made_TD, self.clip)) * self.half
+        out_TD: Tensor = x_TD + self.after_norm(clipped(made_TD, self.clip)) * self.part
+        return out_TD
 
 
 class NeighbourAttention(nn.Module):
@@ -115,7 +117,8 @@ class NeighbourAttention(nn.Module):
         scores_TNK = scores_TNK.masked_fill(~seen_TK[:, None], torch.finfo(scores_TNK.dtype).min)
         shares_TNK = scores_TNK.softmax(-1, dtype=torch.float32).to(x_TD.dtype)
         read_TD = (v_TNHK @ shares_TNK[..., None]).flatten(1)
-        return x_TD + self.after_norm(clipped(self.out(read_TD), facts.clip))
+        out_TD: Tensor = x_TD + self.after_norm(clipped(self.out(read_TD), facts.clip))
+        return out_TD
 
     def _around(self, x_T: Tensor) -> Tensor:
         """[T, ..., K]: of each token, what its neighbours have."""

@@ -22,7 +22,9 @@ def usm_spectrum(facts: UsmSpectrum, samples: F32) -> F32:
         samples = samples * np.float32(facts.scale)
     count = facts.frames(len(samples))
     cut = np.lib.stride_tricks.sliding_window_view(samples, facts.window + 1)[:: facts.hop][:count]
-    shape = (0.5 * (1 - np.cos(2 * np.pi * np.arange(facts.window, dtype=np.float32) / facts.window))).astype(np.float32)
+    shape = (0.5 * (1 - np.cos(2 * np.pi * np.arange(facts.window, dtype=np.float32) / facts.window))).astype(
+        np.float32
+    )
     filters = _filters(facts)
     made = np.empty((count, facts.mels), np.float32)
     for start in range(0, count, _AT_ONCE):

@@ -20,18 +20,22 @@ from pairwise import pairwise_cover
 from PIL import Image
 from prompts import Prompt, make_prompt, noise, reference_inputs
 from seeing import load
+from test_deepseek_ocr2 import by_transformers, load as load_ocr2
 from test_tiles import prepared
+from tiny_gemma3n import AUDIO_ID, IMAGE_ID, heard, load_gemma3n
 from tiny_tiles import TILE_FAMILIES, load_tiled
 from tiny_vision import END, IMAGE, START, VOCAB, make_tokenizer
 from transformers import PreTrainedModel
 from whole_engine import PatientGrammars
 
+from bough.core.media import Features
 from bough.core.messages import LogprobSpec, Pause, Resume, ToEngine
 from bough.core.sampling import GrammarSpec, SamplingParams
 from bough.grammar import Grammars, Settings, Vocabulary
 from bough.layers.decoder import Decoder
 from bough.models.registry import facts_of
 from bough.multimodal.placing import Placer
+from bough.multimodal.processor import Prepared, Processed
 from bough.tokenizer import load_tokenizer
 
 AXES: dict[str, list[Any]] = {
@@ -95,6 +99,14 @@ class Family:
     """Positions of an image, where it is computed in one chunk."""
     states: bool = False
     """Layers keep one."""
+    placeholders: frozenset[int] = frozenset({IMAGE})
+    room: int = 0
+    """Tokens of a context, where they are more than usual."""
+
+    def said(self, answer: list[int]) -> list[int]:
+        """An answer up to where a placeholder was drawn, of which transformers' models believe that it stands for an
+        image."""
+        return next((answer[:at] for at, token in enumerate(answer) if token in self.placeholders), answer)
 
     def says(self, case: Case, **extra: Any) -> list[int]:
         ids = torch.tensor([case.prompt.ids])
@@ -163,8 +175,56 @@ def _tiled(name: str) -> Family:
     return Family(tiled.model, tiled.reference, tuple(cases), atomic=most, states=bool(facts.state_mixers))
 
 
+def _gemma3n() -> Family:
+    """Its images are computed; what transformers has of them was recorded."""
+    tiny = load_gemma3n()
+    placer, mark, heard_mark = Placer(tiny.processor, tiny.tokenizer), "<image_soft_token>", "<audio_soft_token>"
+    cases = []
+    for text, images, sounds in (
+        (f"a{mark}bcd", [0], []),
+        (f"a{mark}b{heard_mark}", [2], [1]),
+        (f"a{mark}bcd", [1], []),
+    ):
+        media = [*map(tiny.image, images), *map(tiny.sound, sounds)]
+        alone = [each for each, _ in media]
+        placed = placer.place_spelled(tiny.tokenizer.encode(placer.spelled(text, alone), True), alone)
+        features = {each.features.path: array for each, array in media}
+        given = {"pixel_values": torch.tensor(images)[:, None].float(), **(heard(sounds) if sounds else {})}
+        cases.append(Case(Prompt(placed.ids.tolist(), placed.items, b"", features), given))
+    cases.append(Case(Prompt(TEXT, (), b"", {}), {}))
+    return Family(tiny.model, tiny.reference, tuple(cases), placeholders=frozenset({IMAGE_ID, AUDIO_ID}))
+
+
+def _ocr2() -> Family:
+    """Its images have hundreds of positions in any size."""
+    folder, _, reference, model, processor = load_ocr2()
+    tokenizer, cases = load_tokenizer(folder), []
+    placer = Placer(processor, tokenizer)
+    for number, (text, shape) in enumerate(
+        (("a<image>bcd", (30, 40)), ("<image>", (61, 90)), ("a<image>bcd", (40, 30)))
+    ):
+        image = Image.fromarray(noise(*shape))
+        array, items = processor.image(image, {})
+        digest = bytes([number]) * 32
+        where = Features(path=f"ocr2-{number}", digest=digest, dtype="uint8", shape=array.shape)
+        processed = Processed(dtype="uint8", shape=array.shape, items=items)
+        media = [Prepared(kind="image", digest=digest, processed=processed, features=where)]
+        placed = placer.place_spelled(tokenizer.encode(placer.spelled(text, media), True), media)
+        theirs = by_transformers(folder, text, image)
+        assert placed.ids.tolist() == theirs["input_ids"][0].tolist()
+        given = {key: theirs[key] for key in theirs if key.startswith(("pixel", "num_"))}
+        cases.append(Case(Prompt(placed.ids.tolist(), placed.items, b"", {where.path: np.array(array)}), given))
+    cases.append(Case(Prompt(TEXT, (), b"", {}), {}))
+    return Family(model, reference, tuple(cases), room=1024)
+
+
+OTHERS: dict[str, Callable[[], Family]] = {"gemma3n": _gemma3n, "deepseek_ocr2": _ocr2}
+
+
 @cache
 def family(name: str) -> Family:
+    if name in OTHERS:
+        return OTHERS[name]()
     return _tiled(name) if name in TILE_FAMILIES else _qwen(name)
 
 
@@ -196,12 +256,8 @@ def expected(name: str, asked: str) -> list[list[int]]:
 
 def second(name: str, number: int) -> Case:
     """A prompt, what was answered, and more text."""
-    return family(name).cases[number].further(said(expected(name, "plain")[number]) + LATER)
-
-
-def said(answer: list[int]) -> list[int]:
-    """An answer up to where a placeholder was drawn, of which transformers' models believe that it stands for an image."""
-    return answer[: answer.index(IMAGE)] if IMAGE in answer else answer
+    made = family(name)
+    return made.cases[number].further(made.said(expected(name, "plain")[number]) + LATER)
 
 
 def submitted(engine: InProcess, cases: list[Case], asked: str) -> list[int]:
@@ -234,7 +290,9 @@ def answered(engine: InProcess, cases: list[Case], asked: str, company: str) -> 
 ROWS = pairwise_cover(AXES)
 FURTHER = [
     pytest.param(name, (7 * number + 3) % len(ROWS), marks=pytest.mark.long if name in RELATED else ())
-    for number, name in enumerate([*FURTHER_QWEN, *(name for name in TILE_FAMILIES if name not in AXES["family"])])
+    for number, name in enumerate(
+        [*FURTHER_QWEN, *(name for name in TILE_FAMILIES if name not in AXES["family"]), *OTHERS]
+    )
 ]
 
 
@@ -259,6 +317,8 @@ def check(row: dict[str, Any], grammars: Grammars) -> None:
         options |= {"atomic_media": True, "chunk_tokens": max(options["chunk_tokens"], made.atomic + 3)}
     if made.states:
         options["num_snapshots"] = 64
+    if made.room:
+        options |= {"context_length": made.room, "media_rows": made.room}
     if company == "tiny pool":
         longest = max(len(case.prompt.ids) for case in cases) + NEW + 8
         options["num_pages"] = -(-longest // options["page_size"]) + 3
@@ -268,13 +328,14 @@ def check(row: dict[str, Any], grammars: Grammars) -> None:
     found = answered(engine, cases, asked, company)
     if asked == "several":
         wanted = [answer for answer in wanted for _ in range(3)]
-    assert [said(answer.tokens) for answer in found] == [said(answer) for answer in wanted]
+    assert [made.said(answer.tokens) for answer in found] == [made.said(answer) for answer in wanted]
     if asked == "scores":
         for case, answer in zip(cases, found, strict=True):
             assert answer.prompt_logprobs is not None
             values = [each for each in answer.prompt_logprobs.logprobs if each is not None]
             values += [each for part in answer.output_logprobs for each in part.logprobs if each is not None]
-            assert values == pytest.approx(made.scores(case, answer.tokens), abs=2e-4)
+            theirs = made.scores(case, made.said(answer.tokens))
+            assert values[: len(theirs)] == pytest.approx(theirs, abs=2e-4)
     account = engine.queues.media
     assert account is not None
     assert account.store.num_available == account.store.num_blocks, "no request is left in the middle of an item"

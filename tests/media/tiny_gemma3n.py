@@ -1,5 +1,5 @@
-"""A tiny random checkpoint of Gemma 3n, which needs no timm: weights are drawn by their names, and what transformers makes of
-images with timm's tower was recorded (`write_gemma3n_golden.py`). All else of transformers' model is computed."""
+"""A tiny random checkpoint of Gemma 3n, which needs no timm: weights are drawn by their names, and what transformers makes
+of images with timm's tower was recorded (`write_gemma3n_golden.py`). All else of transformers' model is computed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from test_sound import sound
 from tiny import SIZES
 from tiny_vision import EOS, VOCAB, make_tokenizer
 from torch.nn.functional import pad
-from transformers.models.gemma3n import modeling_gemma3n
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.gemma3n import modeling_gemma3n
 
 from bough.config.hf import Checkpoint, open_checkpoint
 from bough.core.media import Features
@@ -100,7 +100,9 @@ def fill(model: Any) -> None:
         first = found[0]
         first.pooler_output, first.audio_mel_mask = (
             torch.cat([pad(each.pooler_output, (0, 0, 0, more)) for each, more in zip(found, pads, strict=True)]),
-            torch.cat([pad(each.audio_mel_mask, (0, more), value=True) for each, more in zip(found, pads, strict=True)]),
+            torch.cat(
+                [pad(each.audio_mel_mask, (0, more), value=True) for each, more in zip(found, pads, strict=True)]
+            ),
         )
         return first
 

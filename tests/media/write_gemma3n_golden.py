@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "models"), str(HERE.parent), str(HERE.parents[1])]
-
 import torch
 import transformers
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("models", "grid", ".")), str(HERE.parents[1])]
 
 
 def declare_torchvision() -> None:

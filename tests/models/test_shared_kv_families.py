@@ -120,8 +120,13 @@ def test_the_language_model_of_a_model_that_sees_and_hears(case: str, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "text_config": config}))
     file = tmp_path / "model.safetensors"
     tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in load_file(file).items()}
-    for tower in ("audio_tower", "embed_audio", *(("vision_tower", "embed_vision") if case == "gemma3n" else ())):
-        tensors[f"model.{tower}.something.weight"] = torch.zeros(3)
+    parts = {
+        "gemma3n": ("vision_tower.timm_model.blocks.2.9.attn.key.norm", "audio_tower.conformer.0.norm",
+                    "embed_vision.embedding", "embed_audio.soft_embedding_norm"),
+        "gemma4": ("audio_tower.something", "embed_audio.something"),
+    }  # fmt: skip
+    for part in parts[case]:
+        tensors[f"model.{part}.weight"] = torch.zeros(3)
     save_file(tensors, file, {"format": "pt"})
     inside = build_model(open_checkpoint(str(tmp_path)), dtype=torch.float32, device=CPU, context_length=128)
     with torch.no_grad():
