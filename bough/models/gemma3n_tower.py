@@ -19,6 +19,7 @@ from bough.layers.norm import fill
 from bough.layers.tower import Normaliser, Tower, TowerInput, alone
 from bough.models.mobilenet_v5 import MobileNetV5
 from bough.models.usm_encoder import UsmEncoder
+from bough.weights.dummy import DummyDraw
 from bough.weights.slots import Slot
 
 
@@ -43,6 +44,14 @@ class MediaEmbedder(nn.Module):
         return {
             f"{name}.weight": Slot(tuple(each.shape), partial(fill, each)) for name, each in self.named_parameters()
         }
+
+    def draw_dummies(self, name: str, draw: DummyDraw) -> None:
+        for own, each in self.named_parameters():
+            if each.dim() == 1:
+                each.fill_(1.0)
+            else:
+                draw.fill(f"{name}.{own}", each)
+        self.finish_loading()
 
     def finish_loading(self) -> None:
         self.hard_VD.copy_(self._projected(self.tokens, self.hard_norm))

@@ -15,7 +15,7 @@ import transformers
 from in_process import InProcess, Setup
 from seeing import CPU
 from test_sound import sound
-from tiny_gemma3n import CONFIG, EXTRACTOR, IMAGES, SOUNDS, drawn, golden, heard, load_gemma3n
+from tiny_gemma3n import CONFIG, EOA, EOI, EXTRACTOR, IMAGES, SOUNDS, drawn, golden, heard, load_gemma3n
 from tiny_vision import VOCAB
 
 from bough.config.fields import Fields
@@ -253,6 +253,13 @@ def test_parameters_are_counted_and_bounds_hold() -> None:
     published = read_gemma3n_media(Fields({}))
     assert (published.samples, published.tower(2048).max_positions) == (480_000, 256)
     assert published.hearing.positions(published.spectrum.frames(480_000)) == 188
+
+
+def test_dummy_weights_make_vectors_of_all_tokens() -> None:
+    checkpoint = open_checkpoint(str(load_gemma3n().folder), load_format="dummy")
+    model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=128, load_format="dummy")
+    assert isinstance(model, Decoder)
+    assert model.embed.tokens.of(torch.tensor([5, EOI, EOA])).square().mean(1).min() > 1e-5
 
 
 def test_served_as_a_language_model_alone() -> None:

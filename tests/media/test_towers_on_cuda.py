@@ -9,10 +9,14 @@ from in_process import InProcess, Setup
 from PIL import Image
 from prompts import noise
 from seeing import NAMES, Seeing, load
+from test_gemma3n import ASKED, NEW as GEMMA3N_NEW, media_of, placed
 from test_in_engine import answers, expected, prompts
+from test_sound import sound
+from tiny_gemma3n import TinyGemma3n, golden, load_gemma3n
 from tiny_tiles import TILE_FAMILIES, Tiled, load_tiled
 from tiny_vision import VOCAB
 
+from bough.core.sampling import SamplingParams
 from bough.core.step import Encode
 from bough.layers.decoder import Decoder
 from bough.models.load import build_model
@@ -24,17 +28,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *TILE_FAMILIES])
+@pytest.mark.parametrize("name", [*NAMES, *TILE_FAMILIES, "gemma3n"])
 def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str) -> None:
-    seen: Seeing | Tiled = load(name) if name in NAMES else load_tiled(name)
+    seen: Seeing | Tiled | TinyGemma3n = load_gemma3n() if name == "gemma3n" else _load(name)
     device = torch.device("cuda", torch.cuda.current_device())
+    torch.backends.cudnn.allow_tf32 = False  # as `platform.device` does
     here = build_model(seen.checkpoint, dtype=torch.float32, device=device, context_length=256)
     assert isinstance(here, Decoder)
     assert here.tower is not None
     assert seen.model.tower is not None
     work, rows = [], 0
-    for size in ((24, 40), (16, 16), (90, 70)):
-        array, items = seen.processor.image(Image.fromarray(noise(*size)), {})
+    made = [seen.processor.image(Image.fromarray(noise(*size)), {}) for size in ((24, 40), (16, 16), (90, 70))]
+    if "audio" in seen.processor.kinds:
+        made += [seen.processor.audio(sound(seconds), {}) for seconds in (0.9, 0.1)]
+    for array, items in made:
         for item in items:
             at = np.arange(rows, rows + item.count, dtype=np.int32)
             features = np.array(array[item.first : item.last or None])
@@ -54,6 +61,27 @@ def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str)
     assert (first.cpu() - cpu.store_RW).abs().max() <= 1e-3
     assert cpu.store_RW.std() > 0.1
     assert torch.equal(first, cuda.store_RW)
+
+
+def _load(name: str) -> Seeing | Tiled:
+    return load(name) if name in NAMES else load_tiled(name)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_answers_of_gemma3n_are_transformers_with_graphs_and_without(graphs: bool) -> None:
+    """Tokens that end images and sounds have vectors of the tower's, in graphs, too."""
+    torch.backends.cudnn.allow_tf32 = False
+    checkpoint = load_gemma3n().checkpoint
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cuda"), context_length=256)
+    engine = InProcess(model, VOCAB, Setup(device="cuda", attention="triton", page_size=16, graphs=graphs))
+    for case in ASKED:
+        engine.features |= {each.features.path: array for each, array in media_of(case)}
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=GEMMA3N_NEW, ignore_eos=True)
+    for _ in range(2):
+        ids = [engine.submit(placed(case).ids.tolist(), sampling, media=placed(case).items) for case in ASKED]
+        assert [answer.tokens for answer in engine.finish(ids)] == [golden()["answers"][case] for case in ASKED]
+        for _ in range(8 if graphs else 0):
+            engine.runner.idle()  # captures what was missed
 
 
 @pytest.mark.parametrize("graphs", [True, False])
