@@ -107,7 +107,7 @@ def test_a_chat_about_an_image_and_a_sound(server: Server, client: openai.OpenAI
 
 def test_speech_is_transcribed_in_pieces(client: openai.OpenAI) -> None:
     """Of what it takes at once, less than a second here."""
-    file = ("speech.wav", wav_bytes(sound(2.5), RATE))
+    file = ("speech.wav", wav_bytes(sound(1.5), RATE))
     found = client.audio.transcriptions.create(model="default", file=file, response_format="json")
     assert found.text.strip()
 

@@ -59,10 +59,11 @@ TEXT = [7, 8, 9, 10, 30, 31]
 LATER = [40, 41, 42]
 FURTHER_QWEN = ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 RELATED = {
-    "gemma4", "glm46v", "glm4v_moe", "idefics2-quarters", "idefics3", "llava", "mistral3", "onevision", "qwen2_vl",
-    "qwen3_5_moe", "qwen3_vl_moe",
+    "deepseek_ocr2", "gemma4", "glm46v", "glm4v_moe", "idefics2-quarters", "idefics3", "llava", "mistral3", "onevision",
+    "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe",
 }  # fmt: skip
-"""Families that differ from another one in what the engine does not see: their row is a long case."""
+"""Families that differ from another one in what the engine does not see, or (DeepSeek-OCR 2) have long prompts: their row
+is a long case."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 from prompts import make_prompt, noise, reference_answer
 from seeing import load
+from test_gemma3n import media_of, placed
 from thread_engine import ThreadEngine
+from tiny_gemma3n import golden, load_gemma3n
 from tiny_vision import END, IMAGE, START
 
 from bough.core.errors import ConfigError
@@ -50,6 +52,17 @@ def test_answers_are_transformers_and_each_rank_computes_its_part(
     for other in same[1:]:
         assert torch.equal(other.store_RW, same[0].store_RW), "all ranks have all embeddings"
     assert same[0].store_RW.any()
+
+
+def test_images_and_sounds_of_gemma3n_are_spread() -> None:
+    """The tokens behind them have vectors of the tower's, which no rank finds in its part of the table."""
+    with ThreadEngine(load_gemma3n().checkpoint.path, tp_size=2, mm_enable_dp_encoder=True) as engine:
+        for case in ("interleaved", "text"):
+            engine.features |= {each.features.path: array for each, array in media_of(case)}
+            request = engine.submit(placed(case).ids.tolist(), 8, media=placed(case).items)
+            assert engine.answer(request) == golden()["answers"][case][:8]
+        encoders = [runner.encoder for runner in engine.runners.values() if runner.encoder is not None]
+    assert [each.num_computed for each in encoders] == [2, 2]
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8))
