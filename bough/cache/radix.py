@@ -81,21 +81,15 @@ class RadixTree:
             if common < len(child.key):
                 break
             node = child
-        if self._windows and path:
-            at, path = self._seen_whole(path)
         in_tree = at
-        if self.snapshots is not None and path:
-            at, path = self._with_state(path)
+        if path and (self._windows or self.snapshots is not None):
+            fits = self._fits(path)
+            columns = int(fits.nonzero()[0][-1])  # without tokens, none are missing
+            in_tree = columns * size
+            if self.snapshots is not None:
+                columns = _last_state(path, fits)
+            at, path = columns * size, _first_columns(path, columns)
         return Match(at, tuple(path), path[-1][0].depth if path else 0, self.shape, in_tree)
-
-    def _with_state(self, path: list[tuple[Node, int]]) -> tuple[int, list[tuple[Node, int]]]:
-        """The path up to the last node behind which there is a snapshot, and its tokens."""
-        at, tokens, nodes = 0, 0, 0
-        for number, (node, used) in enumerate(path, 1):
-            at += used * self.page_size
-            if node.snapshot and used == node.num_columns:
-                tokens, nodes = at, number
-        return tokens, path[:nodes]
 
     def keep_snapshot(self, node: Node, number: int, step: int) -> None:
         """The state behind a node's last token is at this place, once `step` has run."""
@@ -120,23 +114,16 @@ class RadixTree:
             self.snapshots.drop(node)
             self._changed_states()
 
-    def _seen_whole(self, path: list[tuple[Node, int]]) -> tuple[int, list[tuple[Node, int]]]:
-        """The path as far as windows have all that a token behind it would see, and its tokens."""
-        pages = np.concatenate([node.pages[:, :used] for node, used in path], axis=1)
-        ends = np.arange(pages.shape[1] + 1, dtype=np.int32)
+    def _fits(self, path: list[tuple[Node, int]]) -> Bool:
+        """Per number of the path's first columns: do windows have all that a token behind them would see?"""
+        ends = np.arange(sum(used for _, used in path) + 1, dtype=np.int32)
         fits = np.ones(len(ends), np.bool_)
         for window in self._windows:
-            missing = np.where(pages[window.pages.start] == 0, ends[:-1], -1)
+            pages = np.concatenate([node.pages[window.pages.start, :used] for node, used in path])
+            missing = np.where(pages == 0, ends[:-1], -1)
             last_missing = np.maximum.accumulate(np.concatenate([[-1], missing]))
             fits &= last_missing < window.lifetime.first_needed(ends * np.int32(self.page_size)) // self.page_size
-        left = int(fits.nonzero()[0][-1])  # without tokens, none are missing
-        tokens, kept = left * self.page_size, []
-        for node, used in path:
-            if left <= 0:
-                break
-            kept.append((node, min(used, left)))
-            left -= used
-        return tokens, kept
+        return fits
 
     def lengthen(self, found: Match, namespace: str, key: I64, limit: int) -> Match:
         """The match, going on in a page of the tree that begins with the tokens that follow it: it can be copied.
@@ -563,6 +550,27 @@ class RadixTree:
             else:
                 self._offers.add_leaf(parent)
         self.version += 1
+
+
+def _last_state(path: list[tuple[Node, int]], fits: Bool) -> int:
+    """Columns of the path up to the last node behind which there is a snapshot, and what windows see (`fits`)."""
+    columns = best = 0
+    for node, used in path:
+        columns += used
+        if node.snapshot and used == node.num_columns and fits[columns]:
+            best = columns
+    return best
+
+
+def _first_columns(path: list[tuple[Node, int]], columns: int) -> list[tuple[Node, int]]:
+    """The path, cut behind its first columns."""
+    kept = []
+    for node, used in path:
+        if columns <= 0:
+            break
+        kept.append((node, min(used, columns)))
+        columns -= used
+    return kept
 
 
 def _num_equal(ours: I64, theirs: I64) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bough.core.kv import Grows, KvGroup, Window
 from bough.core.messages import Pause, Resume
 from bough.core.step import Step
 from tests.sim.harness import VOCAB, Sim, check_answer
@@ -57,6 +58,20 @@ def test_the_same_prompt_again(page_size: int, length: int, cached: int) -> None
         sim.run()
         check_answer(sim, clients[-1])
     assert [client.end.cached_tokens for client in clients] == [0, cached]
+
+
+def test_a_state_is_gone_on_from_only_where_windows_are_whole() -> None:
+    """The answer has left its last window and no state; where the prompt's state is, the window's pages have gone."""
+    groups = (KvGroup(Grows()), KvGroup(Window(3)))
+    sim = Sim(groups=groups, num_snapshots=8, num_pages=100, page_size=1)
+    first = sim.ask(LONG[:6], max_new=12)
+    sim.run()
+    sim.cache.free_private(sim.cache.alloc(sim.cache.pool.num_free + 6))  # what lies before the last window goes first
+    again = sim.ask([*LONG[:6], *first.tokens, 1, 2, 3], max_new=4)
+    sim.run()
+    assert again.end.cached_tokens == 0
+    for client in (first, again):
+        check_answer(sim, client)
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 1, 3])

@@ -1,4 +1,4 @@
-"""Pages of windows in the tree, against a walk over all of its nodes that believes nothing but page numbers."""
+"""Pages of windows and states in the tree, against a walk over all of its nodes that believes nothing but page numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from bough.cache.evict import EVICTION
-from bough.cache.nodes import Node
+from bough.cache.nodes import Match, Node
 from bough.cache.pages import PoolDry
 from bough.cache.prefix import PrefixCache
 from bough.core.kv import Grows, KvGroup, KvLayout, Window
@@ -22,45 +22,57 @@ LAYOUTS = [
     (ALL, KvGroup(Window(4, chunked=True))),
     (KvGroup(Grows(), parts=2), KvGroup(Window(1))),
 ]
-Columns = dict[tuple[str, tuple[int, ...]], list[int]]
+TOKENS = st.builds(
+    lambda length, end: [0] * length + end, st.integers(0, 14), st.lists(st.integers(0, 1), min_size=1, max_size=3)
+)
+"""Long prefixes are met again, and left anywhere."""
+Prefix = tuple[str, tuple[int, ...]]
+Columns = dict[Prefix, list[int]]
 
 
-def columns_of(cache: PrefixCache) -> Columns:
-    """Every prefix of whole columns in the tree, and the pages of its last column."""
+def columns_of(cache: PrefixCache) -> tuple[Columns, dict[Prefix, int]]:
+    """Every prefix of whole columns in the tree, and the pages of its last column; of those behind which there is a state,
+    the place of that."""
     found: Columns = {}
+    states: dict[Prefix, int] = {}
 
     def walk(node: Node, before: tuple[int, ...]) -> None:
         for column in range(node.num_columns):
             before += tuple(node.key[column * cache.page_size : (column + 1) * cache.page_size].tolist())
             found[node.namespace, before] = node.pages[:, column].tolist()
+        if node.snapshot:
+            states[node.namespace, before] = node.snapshot
         for child in node.children.values():
             walk(child, before)
 
     for root in cache.tree.roots():
         walk(root, ())
-    return found
+    return found, states
 
 
-def longest(cache: PrefixCache, columns: Columns, namespace: str, tokens: list[int], limit: int) -> int:
-    """What `match_prefix` must find."""
+def longest(cache: PrefixCache, namespace: str, tokens: list[int], limit: int) -> tuple[int, int]:
+    """What `match_prefix` must find: tokens that a row can go on from, and tokens that lack nothing but a state."""
     size, layout = cache.page_size, cache.layout
+    columns, states = columns_of(cache)
     path: list[list[int]] = []
-    best = 0
+    best = in_tree = 0
     for end in range(size, limit + 1, size):
-        pages = columns.get((namespace, tuple(tokens[:end])))
-        if pages is None:
+        prefix = namespace, tuple(tokens[:end])
+        if prefix not in columns:
             break
-        path.append(pages)
+        path.append(columns[prefix])
         seen = [range(window.lifetime.first_needed(end) // size, len(path)) for window in layout.windows]
         if all(all(path[column][window.pages]) for window, s in zip(layout.windows, seen, strict=True) for column in s):
-            best = end
-    return best
+            in_tree = end
+            best = end if cache.snapshots is None or prefix in states else best
+    return best, in_tree
 
 
 class Row:
     """A row that has computed `length` of its tokens; its columns from the tree's on are its own."""
 
-    def __init__(self, node: Node, tokens: list[int], table: Pages, gone: list[int]) -> None:
+    def __init__(self, namespace: str, node: Node, tokens: list[int], table: Pages, gone: list[int]) -> None:
+        self.namespace = namespace
         self.node = node
         self.tokens = tokens
         self.table = table
@@ -72,37 +84,53 @@ class WindowMachine(RuleBasedStateMachine):
     rows = Bundle("rows")
 
     @initialize(
-        groups=st.sampled_from(LAYOUTS), page_size=st.sampled_from([1, 2]), policy=st.sampled_from(sorted(EVICTION))
+        groups=st.sampled_from(LAYOUTS),
+        page_size=st.sampled_from([1, 2]),
+        policy=st.sampled_from(sorted(EVICTION)),
+        states=st.sampled_from([None, 2, 8]),
     )
-    def start(self, groups: tuple[KvGroup, ...], page_size: int, policy: str) -> None:
+    def start(self, groups: tuple[KvGroup, ...], page_size: int, policy: str, states: int | None) -> None:
         self.layout = KvLayout(groups, page_size)
-        pages = 10 * self.layout.column_pages + 1
-        self.cache = PrefixCache(num_pages=pages, layout=self.layout, policy=policy)  # type: ignore[arg-type]
+        pages = 14 * self.layout.column_pages + 1
+        self.cache = PrefixCache(num_pages=pages, layout=self.layout, policy=policy, num_snapshots=states)  # type: ignore[arg-type]
         self.live: list[Row] = []
+        self.matches: list[tuple[str, list[int], int, Match]] = []
+        self.written: dict[int, Prefix] = {}
+        """By place for a state: of which prefix it holds the state."""
         self.step = 0
 
     @rule(
         target=rows,
         namespace=st.sampled_from(["", "b"]),
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        tokens=TOKENS,
     )
     def admit(self, namespace: str, tokens: list[int]) -> Row:
         key, limit = np.array(tokens, np.int64), len(tokens) - 1
         found = self.cache.match_prefix(namespace, key, limit)
-        assert found.num_tokens == longest(self.cache, columns_of(self.cache), namespace, tokens, limit)
+        assert (found.num_tokens, found.in_tree) == longest(self.cache, namespace, tokens, limit)
+        self.matches.append((namespace, tokens, limit, found))
         unlocked = self.cache.unlocked_columns(found)
         before = self.cache.tree.num_evictable
         free = sum(self.layout.growing_pages * used for node, used in found.path if node.locks == 0)
         node, pages = self.cache.lock(namespace, key, found.num_tokens)
         free += sum(self.layout.windows[window].num_pages for _, window, _ in unlocked)
         assert before - self.cache.tree.num_evictable == free
-        row = Row(node, tokens, pages, self.layout.gone(found.num_tokens).tolist())
+        row = Row(namespace, node, tokens, pages, self.layout.gone(found.num_tokens).tolist())
         self.live.append(row)
         return row
 
-    @rule(row=rows, count=st.integers(1, 3))
-    def grow(self, row: Row, count: int) -> None:
-        """A chunk: its columns are allocated, and enter the tree."""
+    @rule()
+    def match_again(self) -> None:
+        """A match that is said to be still the longest is what matching again finds."""
+        for namespace, tokens, limit, found in self.matches:
+            key = np.array(tokens, np.int64)
+            if self.cache.still_longest(found, key, limit):
+                again = self.cache.match_prefix(namespace, key, limit)
+                assert (again.num_tokens, again.path) == (found.num_tokens, found.path)
+
+    @rule(row=rows, count=st.integers(1, 3), saves=st.booleans())
+    def grow(self, row: Row, count: int, saves: bool) -> None:
+        """A chunk: its columns are allocated, and enter the tree. The state behind it may be saved."""
         size = self.cache.page_size
         first = row.table.shape[1]
         end = min(len(row.tokens) // size, first + count)
@@ -120,6 +148,12 @@ class WindowMachine(RuleBasedStateMachine):
         for at, ours in extended.switched:
             pages[:, at : at + ours.shape[1]] = ours
         row.table = np.concatenate([row.table, pages], axis=1)
+        if saves and self.cache.snapshots is not None:
+            place = self.cache.tree.lend_snapshot()
+            had = row.node.snapshot
+            self.cache.tree.keep_snapshot(row.node, place, self.step)
+            if not had:
+                self.written[place] = row.namespace, tuple(row.tokens[: end * size])
 
     @rule(row=rows)
     def move_on(self, row: Row) -> None:
@@ -132,6 +166,15 @@ class WindowMachine(RuleBasedStateMachine):
                 self.cache.pass_columns(row.node, at, first, last)
         row.gone = gone
 
+    @rule(namespace=st.sampled_from(["", "b"]), tokens=TOKENS, chunks=st.lists(st.booleans(), min_size=1, max_size=3))
+    def serve(self, namespace: str, tokens: list[int], chunks: list[bool]) -> None:
+        """A request from its beginning to its end, in chunks, some of which leave their states."""
+        row = self.admit(namespace, tokens)
+        for saves in chunks:
+            self.grow(row, 1 + len(tokens) // len(chunks), saves)
+            self.move_on(row)
+        self.leave(row)
+
     @rule(row=consumes(rows))
     def leave(self, row: Row) -> None:
         if row in self.live:
@@ -142,7 +185,9 @@ class WindowMachine(RuleBasedStateMachine):
     def need(self, pages: int) -> None:
         """Somebody takes pages and gives them back: things are evicted."""
         pages = min(pages, self.cache.num_available)
+        short, before = max(0, pages - self.cache.pool.num_free), self.cache.tree.num_cached
         self.cache.free_private(self.cache.alloc(pages))
+        assert short <= before - self.cache.tree.num_cached < short + self.layout.column_pages
 
     @rule()
     def settle(self) -> None:
@@ -159,6 +204,12 @@ class WindowMachine(RuleBasedStateMachine):
     def pages_balance(self) -> None:
         if hasattr(self, "cache"):
             self.cache.check(np.empty(0, np.int32))
+
+    @invariant()
+    def states_stay_behind_their_prefix(self) -> None:
+        if hasattr(self, "cache"):
+            for prefix, place in columns_of(self.cache)[1].items():
+                assert self.written[place] == prefix
 
     @invariant()
     def rows_have_what_they_see(self) -> None:
