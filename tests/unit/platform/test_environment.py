@@ -79,6 +79,10 @@ def test_probe_itself_runs_with_the_installed_torch() -> None:
     assert environment.survives_matmul(True)
 
 
+def test_tests_are_limited_whichever_of_them_runs_alone() -> None:
+    assert os.environ[ISA_VARIABLE]
+
+
 def test_users_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "needs_isa_cap", lambda cpu: True)
     mine = {ISA_VARIABLE: "AVX2", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
