@@ -16,6 +16,7 @@ from bough.cache.radix import RadixTree
 from bough.cache.snapshots import Snapshots
 from bough.config.concerns import EvictionPolicy
 from bough.core.kv import KvLayout, one_line
+from bough.core.messages import plain_namespace
 from bough.core.step import I32, I64, Pages
 
 
@@ -35,7 +36,8 @@ class KeptTail(Struct, frozen=True, eq=False):
 
 
 TailName = tuple[str, str]
-"""A namespace and a request's name in it; "" names what was joined there."""
+"""A namespace without its session, and a request's name in it; or the namespace of a session, and "" for what was joined
+there."""
 
 
 class CacheView(Protocol):
@@ -145,8 +147,13 @@ class PrefixCache:
         if not self.enabled:
             return NO_MATCH
         found = self.tree.match_prefix(namespace, key, limit) if limit >= self.page_size else NO_MATCH
-        tail = self.tails.get((namespace, follows)) if self.snapshots is None else None
-        return found if tail is None or not len(tail.pages) else self._with_tail(found, tail, key, limit)
+        if self.snapshots is not None:
+            return found
+        tail = self.tails.get((plain_namespace(namespace) if follows else namespace, follows))
+        # A request that was kept in a session has the session's KV: equal tokens elsewhere have another one.
+        if tail is None or tail.namespace != namespace or not len(tail.pages):
+            return found
+        return self._with_tail(found, tail, key, limit)
 
     def _with_tail(self, found: Match, tail: KeptTail, key: I64, limit: int) -> Match:
         """A match that ends where a kept context's last page begins goes on in that page."""

@@ -100,6 +100,22 @@ def test_joins_of_joins() -> None:
     assert client.tokens == lone_output([*both, 1], vocab_size=VOCAB, limit=5)[0]
 
 
+def test_what_was_kept_in_a_session_is_gone_on_from_there_only() -> None:
+    """Elsewhere the same tokens were computed one after the other, and have another KV."""
+    sim = Sim(num_pages=128)
+    ids = prefill_and_join(sim, [[1, 2, 3], [4, 5, 6, 7]])
+    inside = joined_namespace("", "s")
+    kept = keep(sim, [*ids, 8], inside)
+    sim.ask(kept.prompt, max_new=0)
+    sim.run()
+    followers = [sim.ask([*kept.prompt, 1, 2], max_new=2, namespace=where) for where in ("", inside)]
+    for client in followers:
+        client.ask.follows = kept.ask.rid
+    sim.run()
+    assert [client.end.cached_tokens for client in followers] == [28, 30]
+    assert len(kept.prompt) == 30
+
+
 def test_shifts_turn_keys_and_nothing_else() -> None:
     seen: list[Step] = []
     sim = Sim(num_pages=128, fail_launch=lambda step: seen.append(step))
