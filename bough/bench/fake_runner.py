@@ -113,6 +113,8 @@ class OracleLaunched:
         self.needs_masks = len(step.constrained) > 0
         self.reads: dict[int, set[tuple[int, int]]] = {}
         self.writes: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self.misread: list[tuple[int, str]] = []
+        """Slots, and what is wrong with what their rows read."""
         self._runner = runner
         self._hashes = hashes
         self._outcome = outcome
@@ -141,12 +143,16 @@ class OracleRunner:
         fail_wait: Callable[[Step], Exception | None] | None = None,
         yields: Callable[[int], int] | None = None,
         propose: Callable[[list[int], int], list[int]] | None = None,
+        is_void: Callable[[int, int], bool] | None = None,
     ) -> None:
         """`yields`: takes how many tokens a decode row could yield, and says how many it does. `propose`: takes a row's
-        tokens and a number, and gives as many drafts that the device then has for it."""
+        tokens and a number, and gives as many drafts that the device then has for it. `is_void`: takes a slot and the index
+        of the oldest step in flight, and says whether what that yields for the slot is dropped: such a row had begun with
+        tokens that did not come, and may read anything of its own."""
         self.limits = limits
         self._yields = yields
         self._propose = propose
+        self._is_void = is_void
         self._drafts: dict[int, list[int]] = {}
         self.violations: list[str] = []
         self.num_tokens = 0
@@ -250,9 +256,9 @@ class OracleRunner:
         scored: list[tuple[int, int, float]] = []
         wanted = dict(zip(step.prompt_logprobs.tolist(), step.following.tolist(), strict=True))
         for row, slot in enumerate(step.slots.tolist()):
-            sums = self._read(step, slot, contexts[row], inputs[row], launched)
+            sums = self._read(slot, contexts[row], inputs[row], launched)
             if self._states.kept:
-                self._advance(step, row, slot, contexts[row], inputs[row], sums)
+                self._advance(row, slot, contexts[row], inputs[row], sums, launched)
             hashed = [_mixed(int(each)) for each in sums]
             hashes.append(hashed[-1 - _num_drafts(step, row) :])
             if row in wanted:
@@ -326,9 +332,7 @@ class OracleRunner:
         self._stands[pages, at % size] = stands
         launched.writes.append((pages, at % size))
 
-    def _read(
-        self, step: Step, slot: int, context: int, tokens: npt.NDArray[np.int64], launched: OracleLaunched
-    ) -> U64:
+    def _read(self, slot: int, context: int, tokens: npt.NDArray[np.int64], launched: OracleLaunched) -> U64:
         """The sums up to each of the row's tokens, as all lines have them."""
         length = context + len(tokens)
         me = (slot, self._setups[slot].rng_seed)
@@ -342,33 +346,40 @@ class OracleRunner:
             for page in set(pages.tolist()):
                 launched.reads.setdefault(page, set()).add(me)
             if (self._kv[pages, offsets] == _NOTHING).any():
-                self._note(step, f"slot {slot} reads memory that was never written")
+                launched.misread.append((slot, "reads memory that was never written"))
             positions = self._position[pages, offsets]
             if ((positions != at) & (positions != _ANYWHERE)).any():
-                self._note(step, f"slot {slot} reads memory of other positions")
-            self._check_stands(step, slot, first, pages, offsets)
+                launched.misread.append((slot, "reads memory of other positions"))
+            self._check_stands(slot, first, pages, offsets, launched)
             sums = self._sum[pages, offsets]
             if window is None:
                 sums = _sums(0, self._kv[pages, offsets], 0)
             elif (sums[1:] - sums[:-1] != _terms(self._kv[pages, offsets], first)[1:]).any():
-                self._note(step, f"slot {slot} reads memory of another request")
+                launched.misread.append((slot, "reads memory of another request"))
             found.append(sums[context - first :])
         for line, sums in enumerate(found):
             if (sums != found[0]).any():
-                self._note(step, f"slot {slot} has other tokens in line {line} than in the first")
+                launched.misread.append((slot, f"has other tokens in line {line} than in the first"))
         return found[0]
 
-    def _advance(self, step: Step, row: int, slot: int, context: int, tokens: npt.NDArray[np.int64], sums: U64) -> None:
+    def _advance(
+        self, row: int, slot: int, context: int, tokens: npt.NDArray[np.int64], sums: U64, launched: OracleLaunched
+    ) -> None:
         """Moves the row's state on; it must be of the prefix that the row's pages hold."""
         own = _sums(max(self._states.take_in(slot, context), 0), tokens, context)
-        problem = self._states.advance(step, row, slot, context, own)
+        problem = self._states.advance(launched.step, row, slot, context, own)
         if not problem and (own != sums).any():
             problem = "has another prefix's state"
         if problem:
-            self._note(step, f"slot {slot} {problem}")
+            launched.misread.append((slot, problem))
 
     def _check_stands(
-        self, step: Step, slot: int, first: int, pages: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]
+        self,
+        slot: int,
+        first: int,
+        pages: npt.NDArray[np.int64],
+        offsets: npt.NDArray[np.int64],
+        launched: OracleLaunched,
     ) -> None:
         """Tokens from `first` on, as they lie in a line, must have been rotated by the positions that follow from them."""
         stands = self._stands[pages, offsets]
@@ -376,7 +387,7 @@ class OracleRunner:
         if self._media.axes:  # of a window, what is before it is not known: neither is where its first token stands
             expected = positions_of(self._kv[pages, offsets]) + (int(stands[0]) if first else 0)
         if ((stands != expected) & (stands != _ANYWHERE)).any():
-            self._note(step, f"slot {slot} reads memory that stands elsewhere")
+            launched.misread.append((slot, "reads memory that stands elsewhere"))
 
     def _context(self, step: Step, row: int, slot: int, fresh: set[int]) -> int:
         """KV tokens of a row before the step: for decode rows the device's number, of which the step has only an upper
@@ -494,7 +505,11 @@ class OracleRunner:
             self.violations.append(f"step {launched.step.index} was waited for out of order")
         else:
             self._unsettled.pop(0)
-        if self._fail_wait is not None and (error := self._fail_wait(launched.step)) is not None:
+        step = launched.step
+        for slot, what in launched.misread:
+            if self._is_void is None or not self._is_void(slot, step.index):
+                self._note(step, f"slot {slot} {what}")
+        if self._fail_wait is not None and (error := self._fail_wait(step)) is not None:
             self._spoil(launched)
             raise error
         return launched._outcome

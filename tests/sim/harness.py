@@ -264,6 +264,7 @@ class Sim:
             fail_wait=fail_wait,
             yields=yields,
             propose=propose,
+            is_void=lambda slot, step: self.queues.is_void(slot, step),
         )
         self.queues = Queues(self.limits, self.grammars)
         self.queues.drafter = drafter

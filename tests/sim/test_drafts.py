@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import Any
 
 import pytest
@@ -165,6 +166,20 @@ def test_a_grammar_that_completes_within_a_run_ends_the_row() -> None:
         assert gate is not None
         assert client.tokens == alone(client, gate, 40)
         assert client.end.reason == "stop"
+
+
+def test_forced_tokens_behind_one_that_did_not_come_are_taken_back() -> None:
+    """A step that had begun with them reads where nothing was written, and is dropped for the row."""
+    steps = count()
+    sim = Sim(
+        page_size=1, num_pages=200, drafter=DeviceDrafter(3), propose=proposer(0.5),
+        yields=lambda most: most if next(steps) % 4 else 0,
+    )  # fmt: skip
+    client = sim.ask(PROMPT, max_new=40, grammar=GrammarSpec(kind="regex", source="40,3,0"))
+    sim.run()
+    gate = gate_of(client)
+    assert gate is not None
+    assert client.tokens == alone(client, gate, 40)
 
 
 @pytest.mark.parametrize("hidden", ["all", "last"])
