@@ -19,6 +19,7 @@ def check_account(queues: Queues, cache: PrefixCache) -> None:
     private = [slots.private_pages(phase.slot) for phase in phases]
     cache.check(np.concatenate(private) if private else np.empty(0, np.int32))
     _check_media(queues, cache, phases)
+    _check_states(queues, cache, phases)
     locks: dict[Node, int] = {}
     seen: dict[Node, I32] = {}
     for phase in phases:
@@ -52,6 +53,17 @@ def _check_media(queues: Queues, cache: PrefixCache, phases: list[SlotPhase]) ->
         wanted = b"" if media is None else media.fixed_key
         if wanted != (b"" if held is None else held.key):
             raise AccountError(f"slot {phase.slot} reads other media than its request has")
+
+
+def _check_states(queues: Queues, cache: PrefixCache, phases: list[SlotPhase]) -> None:
+    """Compares the places for states that rows have with those that the cache has lent."""
+    held = queues.slots.snapshot
+    slots = {int(slot) for slot in np.flatnonzero(held)}
+    lent = 0 if cache.snapshots is None else cache.snapshots.num_lent
+    if len(slots) != lent or len({int(held[slot]) for slot in slots}) != lent:
+        raise AccountError(f"slots have the places {held[sorted(slots)].tolist()} for states, {lent} are lent")
+    if not slots <= {phase.slot for phase in phases}:
+        raise AccountError(f"slots {sorted(slots)} have places for states, and some of them no row")
 
 
 def _check_table(queues: Queues, phase: SlotPhase, path: list[Node], seen: dict[Node, I32]) -> None:
