@@ -26,6 +26,8 @@ def _at_length(test: Any) -> Any:
     )
 
 
+LONGEST = 90
+"""Tokens of a prompt, such that the context has room for an answer."""
 STEMS = [[(stem * 11 + i * i) % VOCAB for i in range(40)] for stem in range(3)]
 
 
@@ -59,7 +61,8 @@ def events() -> st.SearchStrategy[list[Event]]:
     abort = st.tuples(st.just("abort"), st.integers(0, 30))
     stop = st.tuples(st.just("stop"), st.tuples(st.integers(0, 30), st.integers(1, 30)))
     wait = st.tuples(st.just("wait"), st.integers(1, 12))
-    return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait), min_size=3, max_size=25)
+    again = st.tuples(st.just("again"), st.tuples(st.integers(0, 30), asks()))
+    return st.lists(st.one_of(ask, ask, crowd, abort, stop, wait, wait, again), min_size=3, max_size=25)
 
 
 ALL = KvGroup(Grows())
@@ -118,6 +121,10 @@ def play(sim: Sim, script: list[Event]) -> list[Client]:
             case "crowd":
                 ask, count = value
                 clients += [sim.ask(**{**ask, "prompt": ask["prompt"] + [i] * (i % 3)}) for i in range(count)]
+            case "again":  # goes on from what was said so far
+                number, ask = value
+                said = clients[number % len(clients)].prompt + clients[number % len(clients)].tokens if clients else []
+                clients.append(sim.ask(**{**ask, "prompt": said[: LONGEST - 3] + ask["prompt"][-3:]}))
             case "abort":
                 if clients:
                     sim.abort(clients[value % len(clients)])
