@@ -18,6 +18,8 @@ from tests.sim.test_traffic import EXAMPLES, engines, play, prompts
 SIZES = (5, 9, 17, 30)
 """Positions of items 0, 1, 2 ..., by turns."""
 MOST = 64
+PLACE = VOCAB - 1
+"""The token at which an item stands."""
 ALL, MEDIA = KvGroup(Grows()), KvGroup(Fixed(MOST))
 LAYOUTS = {
     "one line each": (ALL, MEDIA),
@@ -46,14 +48,18 @@ def item(number: int, start: int = 0, length: int = 0) -> MediaItem:
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> dict[str, Any]:
+def asks(draw: st.DrawFn, *, placed: bool) -> dict[str, Any]:
+    """`placed`: media stand in prompts, side by side or apart: a token sees the last run of them. Tokens say where, so that
+    equal prefixes see equal media. Otherwise all tokens see all media."""
     numbers = draw(st.lists(st.integers(0, 5), max_size=3))
-    prompt = [token % VOCAB for token in draw(prompts(longest=20))] + [1]
+    prompt = [token % PLACE for token in draw(prompts(longest=20))] + [1]
     media = tuple(map(item, numbers))
-    if draw(st.booleans()):  # they stand in the prompt, side by side or apart: a token sees the last run of them
+    if placed:
         chosen = draw(st.lists(st.integers(0, len(prompt) - 1), min_size=3, max_size=3))
         places = sorted(set(chosen))[: len(numbers)]
         media = tuple(item(number, place, 1) for number, place in zip(numbers, places, strict=False))
+        for place in places:
+            prompt[place] = PLACE
     return {
         "prompt": prompt,
         "media": media,
@@ -71,13 +77,14 @@ def traffic(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     layout = KvLayout(engine["groups"], size)
     tokens = draw(st.sampled_from([48, 96, 400]))
     engine["num_pages"] = tokens // size * layout.column_pages + layout.pages_of_media(MOST) + 1
+    placed = draw(st.booleans())
     rows, at_once = draw(st.sampled_from([96, 512])), draw(st.sampled_from([1, 100, 4096]))
     engine["media"] = MediaLimits(num_rows=rows, step_tokens=at_once, fixed=MOST)
     script = draw(
         st.lists(
             st.one_of(
-                st.tuples(st.just("ask"), asks()),
-                st.tuples(st.just("ask"), asks()),
+                st.tuples(st.just("ask"), asks(placed=placed)),
+                st.tuples(st.just("ask"), asks(placed=placed)),
                 st.tuples(st.just("abort"), st.integers(0, 30)),
                 st.tuples(st.just("wait"), st.integers(1, 8)),
             ),
