@@ -1,5 +1,5 @@
-"""Images that are cut to tiles within a canvas of one of several sizes (LLaVA-NeXT and OneVision): sizes, and what is left
-of the canvas when its margins are cut off again."""
+"""Images cut into tiles on a canvas of one of several sizes (LLaVA-NeXT and OneVision): the sizes, and what remains of
+the canvas without its margins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHRUNK_ABOVE: Final = 1.1
 
 
 def canvases(config: Fields, default: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """(height, width) of each. Raises `ConfigError`."""
+    """(height, width) of each canvas. Raises `ConfigError`."""
     given = config.any("image_grid_pinpoints")
     if given is None:
         return tuple(default)
@@ -29,7 +29,7 @@ def canvases(config: Fields, default: Sequence[tuple[int, int]]) -> tuple[tuple[
 
 
 def best_canvas(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The one that shows most of an image's pixels; of equals the one that wastes least."""
+    """The canvas that keeps most of an image's pixels; among equals, the one that wastes the fewest."""
     best, most, least = sizes[0], 0, float("inf")
     for rows, columns in sizes:
         scale = min(columns / width, rows / height)

@@ -1,4 +1,4 @@
-"""Towers that hear, as configs describe them: Whisper's encoder, and what stands behind it in models that have it inside."""
+"""Audio encoders as configs describe them: Whisper's encoder, and the projector after it in models that contain it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ POOLED: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HearingFacts:
-    """An encoder of Whisper's kind. Two frames of the spectrum are one of its tokens."""
+    """An encoder like Whisper's. Two frames of the spectrum become one of its tokens."""
 
     block: TowerBlockFacts
     depth: int
     mels: int
     positions: int
-    """Learned ones: tokens at most."""
+    """Number of learned positions, which is the maximum number of tokens."""
     rate: int
-    """Samples a second."""
+    """Samples per second."""
     window: int
-    """Samples that the spectrum of one frame is computed from."""
+    """Number of samples from which the spectrum of one frame is computed."""
     hop: int
     """Samples between the beginnings of two frames."""
 
     @property
     def frames(self) -> int:
-        """Of the spectrum, at most."""
+        """Maximum number of frames of the spectrum."""
         return 2 * self.positions
 
     @property
@@ -43,8 +43,8 @@ class HearingFacts:
         return self.frames * self.hop / self.rate
 
     def tower(self, width: int, projector: int = 0, *, merged: int = 1, required: bool = False) -> TowerFacts:
-        """What planning needs to know. `projector`: parameters of what stands behind the encoder; `merged`: tokens that
-        become one position; `required`: as `TowerFacts.required`."""
+        """The facts for the memory plan. `projector`: parameters of the projector after the encoder; `merged`: tokens
+        that become one position; `required`: as `TowerFacts.required`."""
         hidden = self.block.hidden
         convolutions = 3 * self.mels * hidden + hidden + 3 * hidden * hidden + hidden
         own = convolutions + self.positions * hidden + NORM.num_parameters(hidden)

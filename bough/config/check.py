@@ -430,7 +430,7 @@ def _speculative(config: Config) -> None:
 
 
 def _accept_rule(asked: SpeculativeConfig) -> None:
-    """The rules by which drafts count go with what they judge, and not with each other."""
+    """Checks that the acceptance rules for drafts fit the algorithm, and do not contradict each other."""
     judged = asked.speculative_use_rejection_sampling or asked.speculative_use_block_verification
     flag = "block-verification" if asked.speculative_use_block_verification else "rejection-sampling"
     loose = min(asked.speculative_accept_threshold_single, asked.speculative_accept_threshold_acc) < 1
@@ -466,7 +466,7 @@ def _accept_rule(asked: SpeculativeConfig) -> None:
 
 
 def _draft_model(config: Config) -> None:
-    """What drafts on the device is named, and nothing else is."""
+    """Checks that a draft model is given if, and only if, the algorithm needs one."""
     asked = config.speculative
     method, path = asked.speculative_algorithm, asked.speculative_draft_model_path
     if method in ON_DEVICE:
@@ -501,7 +501,7 @@ def _draft_model(config: Config) -> None:
 
 
 def _stages(config: Config) -> None:
-    """What a pipeline can't do."""
+    """Refuses settings that do not work with pipeline parallelism."""
     for asked, what in (
         (config.speculative.speculative_algorithm != "none", "speculative decoding"),
         (bool(config.log.tensor_dump_dir), "dumping tensors"),
@@ -518,7 +518,7 @@ def _stages(config: Config) -> None:
 
 
 def _spread_tokens(config: Config) -> None:
-    """What ranks that hold different tokens can't do."""
+    """Refuses settings that do not work if ranks hold different tokens."""
     parallel, drafts = config.parallel, config.speculative.speculative_algorithm
     replicas, sharers = parallel.attn_dp_size, parallel.attn_cp_size
     having = f"--attn-dp-size {replicas}" if replicas > 1 else f"--attn-cp-size {sharers}"

@@ -78,21 +78,22 @@ class ModelConfig:
     dtype: DType = "auto"
     """Type of weights and activations. `half` means float16, `float` means float32."""
     quantization: Quantization = "auto"
-    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load. A checkpoint in floats is quantised while it
-    is loaded by `fp8` (a scale per channel), `fp8_block` (per 128 x 128), `int8`, `w8a16`, `int4`, `mxfp8` and `mxfp4`;
-    dummy weights take any format. `gguf` keeps a GGUF file's blocks packed; on a CPU `gguf-exact` does too and rounds no
-    activations, at about half the speed. Other names say what the checkpoint must be."""
+    """Weight scheme: `auto` follows the checkpoint, `none` dequantises on load. A checkpoint in floats is quantised
+    while it is loaded by `fp8` (a scale per channel), `fp8_block` (per 128 x 128), `int8`, `w8a16`, `int4`, `mxfp8` and
+    `mxfp4`; dummy weights take any format. `gguf` keeps a GGUF file's blocks packed; so does `gguf-exact` (CPU only),
+    which does not round activations and has about half the speed. Other names are those of checkpoint formats: the
+    checkpoint must have that format."""
     kv_cache_dtype: KvDType = "auto"
     """Type of cached keys and values. auto: FP8 on a GPU if the checkpoint has scales for it, else that of activations.
-    `int8` and `int4` keep a scale for every token and head, and need no calibration."""
+    `int8` and `int4` store a scale per token and head, and need no calibration."""
     quantization_param_path: str = ""
     """JSON file with the scales of keys and values cached in FP8. Default: those of the checkpoint, or 1."""
     calculate_kv_scales: bool = False
-    """Take the scales of keys and values cached in FP8 from the first prompts, instead of the checkpoint's. CUDA graphs are
-    captured after these."""
+    """Measure the scales of keys and values cached in FP8 on the first prompts, instead of using the checkpoint's. CUDA
+    graphs are captured after that."""
     first_layer_table: Literal["auto", "on", "off"] = "auto"
-    """Keep the first layer's projections of every token of the vocabulary in memory instead of computing them in each
-    step."""
+    """Keep a table with the first layer's projections for every token of the vocabulary, instead of computing them in
+    each step."""
     context_length: int | Auto = AUTO
     """Maximum of prompt plus answer, in tokens. auto: the model's maximum, or less if memory is short."""
     chat_template: str = ""
@@ -102,15 +103,15 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     """Accept and return token ids only."""
     mm_processor_kwargs: str = ""
-    """JSON object of settings of the model's media processor, over the checkpoint's own: {"max_pixels": 1003520}. Requests
-    may ask for less than what it allows."""
+    """JSON object of settings of the model's media processor, which override the checkpoint's: {"max_pixels": 1003520}.
+    Requests can lower these limits, not raise them."""
     language_model_only: bool = False
-    """Serve the language model of a model that also sees or hears, without its towers."""
+    """Serve only the language model of a multimodal model, without its vision and audio encoders."""
     is_embedding: bool = False
     """Serve as a pooling model (embeddings, rerank, classification) even if the checkpoint does not say that it is
     one."""
     pooling: Literal["auto", "cls", "last", "mean", "max", "sparse"] = "auto"
-    """How a pooling model makes one vector of the tokens of a text. auto: as the checkpoint says."""
+    """How a pooling model combines the token vectors of a text into one. auto: as the checkpoint says."""
     json_model_override_args: str = ""
     """JSON object merged into the model's config."""
     logit_processors: tuple[str, ...] = ()
@@ -150,70 +151,77 @@ class ParallelConfig:
     """How the model is spread over devices."""
 
     tp_size: int = 1
-    """Ranks that split each layer."""
+    """Tensor parallelism: number of ranks that split each layer."""
     auto_parallel: bool = False
-    """Choose --tp-size, --pp-size, --dp-size, --attn-dp-size and --ep-size by what fits on the GPUs of this machine (and of
-    the others of --nnodes, which must be alike) and by the model of step times; the log says why."""
+    """Choose --tp-size, --pp-size, --dp-size, --attn-dp-size and --ep-size automatically: by what fits on the GPUs of
+    this machine (and of the others of --nnodes, which must be identical) and by estimated step times. The log gives the
+    reason."""
     ep_size: int = 1
-    """Of the ranks that split each layer, groups that hold different experts; the ranks of a group split each of theirs."""
+    """Expert parallelism: number of groups, within the ranks of --tp-size, that hold different experts. The ranks of a
+    group split each of its experts."""
     moe_a2a_backend: MoeDispatch = "none"
-    """How tokens reach the ranks of their experts: `none`, every rank computes its experts for all tokens and one sum over
-    the ranks combines them; `allgather`, results are gathered by token and added in the order of the router's choice;
-    `alltoall`, the same, and tokens are sent only to the ranks of their experts."""
+    """How tokens reach the ranks of their experts. `none`: every rank computes its experts for all tokens, and an
+    all-reduce combines the results. `allgather`: results are gathered by token and added in the order of the router's
+    choice. `alltoall`: the same, but tokens are sent only to the ranks of their experts."""
     ep_num_redundant_experts: int = 0
-    """Slots for experts beyond one per expert, in each layer, over all ranks: experts with much work get copies."""
+    """Number of extra expert slots per layer, over all ranks, for copies of busy experts."""
     ep_dispatch_algorithm: CopyChoice = "dynamic"
-    """Which copy of an expert computes a token: `dynamic`, each in turn; `static`, each rank always asks the same one, its
-    own if it has one."""
+    """Which copy of an expert computes a token. `dynamic`: round robin. `static`: each rank always uses the same copy,
+    its own if it has one."""
     init_expert_location: str = "trivial"
-    """Where experts are at the start: `trivial`, in order; or a JSON file (or object) with `physical_to_logical_map`, the
-    expert of each slot by layer, or with `logical_count`, tokens by expert, by which they are spread evenly."""
+    """Initial placement of experts. `trivial`: in order. Or a JSON file (or object) with `physical_to_logical_map`, the
+    expert of each slot per layer, or with `logical_count`, the number of tokens per expert, from which an even
+    placement is computed."""
     eplb: bool = False
-    """Count tokens by expert, and from time to time move experts between ranks so that all have as much to compute."""
+    """Expert load balancing: count tokens per expert, and periodically move experts between ranks to balance the
+    load."""
     eplb_rebalance_num_iterations: int = 1000
-    """Steps between two moves of experts."""
+    """Steps between two rebalancings of experts."""
     eplb_rebalance_layers_per_chunk: int = 0
-    """Layers whose experts move in one step, so that no step waits for all of them; 0: all layers."""
+    """Number of layers whose experts are moved in one step, to bound the delay of each step; 0: all layers."""
     eplb_min_rebalancing_utilization_threshold: float = 1.0
-    """Experts are moved only if the mean load of ranks was at most this part of the largest."""
+    """Rebalance only if the mean load of the ranks divided by the largest load is at most this."""
     expert_distribution_recorder_mode: Literal["none", "stat"] = "none"
-    """`stat`: count tokens by expert for metrics and /dump_expert_distribution_record, also without --eplb."""
+    """`stat`: count tokens per expert for metrics and /dump_expert_distribution_record, even without --eplb."""
     pp_size: int = 1
-    """Stages, each of which holds some of the layers and their KV; each has --tp-size ranks."""
+    """Pipeline parallelism: number of stages. Each holds a part of the layers and their KV cache, and has --tp-size
+    ranks."""
     pp_layer_partition: str = ""
-    """Layers of each stage, separated by commas, as in 14,16,16,14; empty: evenly, earlier stages having one more where they
-    don't divide."""
+    """Number of layers of each stage, separated by commas, for example 14,16,16,14. Default: evenly; earlier stages get
+    one more if the layers do not divide."""
     pp_max_micro_batch_size: int = 0
-    """Requests that decode in one step at most where there are stages. 0: those that run, spread over the stages."""
+    """With --pp-size: maximum number of requests that decode in one step. 0: the running requests divided by the number
+    of stages."""
     pp_async_batch_depth: int = 0
-    """Steps that wait in front of the first stage beyond one per stage."""
+    """With --pp-size: number of steps queued before the first stage, beyond one per stage."""
     dp_size: int = 1
-    """Replicas of the whole engine behind one server and port, each with a KV cache of its own."""
+    """Data parallelism: number of replicas of the whole engine behind one server, each with its own KV cache."""
     attn_dp_size: int = 1
-    """Of the ranks that split each layer, groups that compute attention for different requests, each with a scheduler and a
-    KV cache of its own; feed-forward blocks and experts are split over all ranks."""
+    """Data-parallel attention: number of groups, within the ranks of --tp-size, that compute attention for different
+    requests, each with its own scheduler and KV cache. Feed-forward blocks and experts are split over all ranks."""
     attn_cp_size: int = 1
-    """Of the ranks that compute the same requests, groups that share their KV: each keeps every n-th token of a sequence,
-    and computes a part of each long prompt."""
+    """Context parallelism: number of groups, within the ranks that compute the same requests, that share their KV
+    cache. Each keeps every n-th token of a sequence and computes a part of each long prompt."""
     custom_all_reduce: bool = False
-    """GPUs of one machine sum small messages by reading one another's memory (CUDA IPC), and norm the sum in the same
-    kernel, instead of by NCCL. Where they can't, the log says why and NCCL sums."""
+    """For small messages between GPUs of one machine, use an all-reduce that reads the memory of the other GPUs (CUDA
+    IPC) and applies the norm in the same kernel, instead of NCCL. If that is not possible, the log says why and NCCL is
+    used."""
     enable_dp_attention: bool = False
-    """Reads --dp-size as --attn-dp-size: replicas of attention within one engine instead of replicas of the engine."""
+    """Treat --dp-size as --attn-dp-size: replicas of attention within one engine instead of replicas of the engine."""
     load_balance_method: LoadBalance = "prefix"
-    """Which replica gets a request: the one that has most of its prompt cached, unless it is much busier than another;
-    each in turn; the one with the fewest requests; or that with the fewest tokens."""
+    """How a replica is chosen for a request: the one with the longest cached prefix, unless it is much busier than
+    another; round robin; the one with the fewest requests; or the one with the fewest tokens."""
     nnodes: int = 1
-    """Machines that the ranks are spread over; the same number runs on each."""
+    """Number of machines; each runs the same number of ranks."""
     node_rank: int = 0
-    """Number of this machine; number 0 takes the requests."""
+    """Index of this machine, from 0; machine 0 accepts the requests."""
     use_ray: bool = False
-    """Let Ray find the other machines of --nnodes and start this command on each; needs `bough[ray]`. Steps and results
-    don't pass through Ray."""
+    """Let Ray allocate the other machines of --nnodes and start this command on each; needs `bough[ray]`. Steps and
+    results are not sent through Ray."""
     dist_init_addr: str = ""
-    """host:port of machine 0 where the others meet it. Its host is also the address it listens on."""
+    """host:port of machine 0, to which the others connect. Machine 0 listens on this host."""
     dist_secret: str = ""
-    """Secret that the machines prove to one another, the same on all; at least 8 characters."""
+    """Shared secret with which the machines authenticate each other; at least 8 characters."""
     dist_timeout_s: float = 600.0
     """Seconds that ranks and machines wait for one another at the start."""
 
@@ -280,71 +288,73 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Several tokens a step: drafts of what follows, verified by the model."""
+    """Speculative decoding: several tokens per step, drafted and then verified by the model."""
 
     speculative_algorithm: SpeculativeAlgorithm = "none"
-    """Where drafts come from: NGRAM looks for the end of a text earlier in it and in texts that were served before; SUFFIX
-    does so too, and drafts what followed most often, as long as that is likely; STANDALONE is a small model of the same
-    tokenizer; EAGLE (1 and 2), EAGLE3 and MEDUSA are heads on the model's hidden states, NEXTN the layers that some
-    checkpoints bring along for it (MTP); DFLASH drafts a block in one pass."""
+    """Source of drafts. NGRAM searches the request's text and earlier texts for its last tokens, and drafts what
+    followed them; SUFFIX does the same and drafts what followed most often, as long as that is likely; STANDALONE is a
+    small model with the same tokenizer; EAGLE (1 and 2), EAGLE3 and MEDUSA are heads on the model's hidden states;
+    NEXTN uses the draft layers that some checkpoints contain (MTP); DFLASH drafts a block in one pass."""
     speculative_draft_model_path: str = ""
-    """Directory or hub id of what drafts on the device: the small model, the heads. NEXTN: the model's own, by default."""
+    """Directory or hub id of the draft model or heads. NEXTN: by default, the layers of the model itself."""
     speculative_draft_model_revision: str = ""
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of the draft model on the hub."""
     speculative_draft_load_format: LoadFormat = "auto"
-    """Format of its weights; `dummy` makes random ones. auto: as --load-format."""
+    """Format of the draft model's weights; `dummy`: random weights. auto: as --load-format."""
     speculative_draft_model_quantization: Quantization = "auto"
-    """Weight scheme of what drafts, like --quantization."""
+    """Weight scheme of the draft model or heads, like --quantization."""
     speculative_draft_kv_cache_dtype: KvDType = "auto"
-    """Type in which the KV of what drafts is cached; auto: as --kv-cache-dtype. MEDUSA keeps none."""
+    """Type of the draft model's KV cache. auto: as --kv-cache-dtype. MEDUSA has no KV cache."""
     speculative_token_map: str = ""
     """EAGLE, EAGLE3, NEXTN, MEDUSA: JSON file with the ids of frequent tokens. Heads that share the model's output head
-    draft only these, which takes less time."""
+    draft only these tokens, which is faster."""
     speculative_draft_window_size: int = 0
-    """STANDALONE, EAGLE, EAGLE3: tokens that what drafts sees of a text, the newest ones; 0: all. Heads were often
-    trained on short texts, and are right less often far behind their beginning."""
+    """STANDALONE, EAGLE, EAGLE3: number of last tokens that the draft model attends to; 0: all. Heads are often trained
+    on short texts, and fewer of their drafts are accepted in long contexts."""
     speculative_num_steps: int | Auto = AUTO
-    """Drafts that are made on the device, one behind the other. auto: 3 or 4, by model, MEDUSA as many as there are
-    heads, DFLASH as many as a block has."""
+    """Number of drafts made one after the other on the device. auto: 3 or 4 depending on the model; the number of heads
+    for MEDUSA, of a block's tokens for DFLASH."""
     speculative_eagle_topk: int | Auto = AUTO
-    """EAGLE, EAGLE3, NEXTN, MEDUSA: above 1, drafts form a tree in which each node has this number of children, and as
-    many nodes go on. auto: 1, each draft follows the one before it."""
+    """EAGLE, EAGLE3, NEXTN, MEDUSA: above 1, drafts form a tree: each node has this number of children, and this number
+    of nodes per level is expanded. auto: 1, a chain."""
     speculative_num_draft_tokens: int | Auto = AUTO
-    """Tokens that a step verifies of one request at most: its newest token and drafts behind it. auto: NGRAM 12,
-    SUFFIX 17, others one more than --speculative-num-steps, 16 where drafts form trees."""
+    """Maximum number of tokens per request that a step verifies: the newest token and the drafts after it. auto: NGRAM
+    12, SUFFIX 17, others one more than --speculative-num-steps, 16 for trees."""
     speculative_adaptive: bool = True
-    """Verify only as many drafts as pay, by how often they are right and what steps take; otherwise always as many as there
-    are."""
+    """Choose the number of drafts by how often they are accepted and what a step costs; otherwise always verify all of
+    them."""
     speculative_accept_threshold_single: float = 1.0
-    """Below 1, a draft that is at least so likely counts even if another token is drawn. Answers are then not those of the
-    model alone."""
+    """Below 1, a draft with at least this probability is accepted even if another token was sampled. Answers then
+    differ from those of the model without drafts."""
     speculative_accept_threshold_acc: float = 1.0
-    """Below 1, drafts count as if they were likelier by this divisor. Answers are then not those of the model alone."""
+    """Below 1, a draft with probability p is accepted with probability min(1, p / this number). Answers then differ
+    from those of the model without drafts."""
     speculative_use_rejection_sampling: bool = False
-    """Accept a drawn draft with the probability that the model gives it, divided by the one that it was drawn with. As exact
-    as the usual rule, a little more accepting, and slower; answers of a seeded request are not those without drafts."""
+    """Accept a sampled draft with probability p(model) / p(draft). The distribution of answers is the same as with the
+    default rule; slightly more drafts are accepted, and a step is slower. A request with a seed gets another answer
+    than without drafts."""
     speculative_use_block_verification: bool = False
-    """Like --speculative-use-rejection-sampling, for all drafts of a request together: never fewer count."""
+    """Like --speculative-use-rejection-sampling, but decided for all drafts of a request together; never accepts
+    fewer."""
     speculative_ngram_min_match_window_size: int = 1
-    """NGRAM: tokens that must agree, at least, before what followed them is a draft."""
+    """NGRAM: minimum number of matching tokens before a draft."""
     speculative_ngram_max_match_window_size: int = 24
-    """NGRAM: tokens that are compared at most; of several places the one where most agree counts."""
+    """NGRAM: maximum number of tokens compared; the longest match is used."""
     speculative_ngram_capacity: int = 1_000_000
-    """NGRAM, SUFFIX: tokens of served texts that are kept to be searched, 16 bytes each; 0: none, only a request's own text
-    counts."""
+    """NGRAM, SUFFIX: number of tokens of earlier texts kept for the search, 16 bytes each; 0: search only the request's
+    own text."""
     speculative_suffix_max_tree_depth: int = 24
-    """SUFFIX: tokens that are compared at most."""
+    """SUFFIX: maximum number of tokens compared."""
     speculative_suffix_max_spec_factor: float = 1.0
-    """SUFFIX: drafts for each token that agrees, at most."""
+    """SUFFIX: maximum number of drafts per matching token."""
     speculative_suffix_min_token_prob: float = 0.1
-    """SUFFIX: a draft ends where, by how often texts went on so, it is less likely than this."""
+    """SUFFIX: drafting stops when the estimated probability of the next token falls below this."""
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
-    """NGRAM: tokens that all corpora of /add_external_corpus may have together, 16 bytes each."""
+    """NGRAM: maximum number of tokens of all corpora of /add_external_corpus together, 16 bytes each."""
     speculative_config: str = ""
-    """vLLM's JSON object, read as the settings above: method (ngram, suffix, draft_model, eagle, eagle3, medusa, dflash,
-    mtp), num_speculative_tokens, model, revision, quantization, prompt_lookup_min, prompt_lookup_max and
-    suffix_decoding_max_tree_depth, _max_spec_factor and _min_token_prob. They count where the settings themselves are not
-    given."""
+    """vLLM's JSON object, translated to the settings above. Fields: method (ngram, suffix, draft_model, eagle, eagle3,
+    medusa, dflash, mtp), num_speculative_tokens, model, revision, quantization, prompt_lookup_min, prompt_lookup_max
+    and suffix_decoding_max_tree_depth, _max_spec_factor and _min_token_prob. Explicit settings take precedence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,10 +402,11 @@ class ServerConfig:
     max_body_bytes: int = 16 * 1024 * 1024
     """Largest request body, in bytes."""
     max_media_body_bytes: int = 64 * 1024 * 1024
-    """Largest request body, if more, where the model takes pictures, films or sound: they come as base64 within it."""
+    """Largest request body for models that take images, video or audio, which arrive as base64 in the body; used if
+    larger than --max-body-bytes."""
     max_body_bytes_in_flight: int = 256 * 1024 * 1024
-    """Bytes of request bodies that an API worker receives at the same time, without those of up to 64 KiB; above it
-    clients get 503."""
+    """Maximum bytes of request bodies that an API worker receives at the same time; bodies of up to 64 KiB do not
+    count. Above it clients get 503."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests have to finish after SIGTERM."""
     watchdog_timeout_s: float = 300.0
@@ -403,8 +414,8 @@ class ServerConfig:
     supervise: bool = False
     """Restart an engine that died or is stuck, and refuse requests that were running in two crashes."""
     client_timeout_s: float = 30.0
-    """Seconds that a client has to send the headers of a request, and again its body. A body may take longer if it
-    arrives at 16 KiB per second or more."""
+    """Seconds that a client has to send the headers of a request, and then again to send its body. A body may take
+    longer if it arrives at 16 KiB per second or more."""
     skip_server_warmup: bool = False
     """Report ready without running a first request."""
     strict_api: bool = False
@@ -464,44 +475,45 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """Which media are fetched, how large they may be, and what is kept of them."""
+    """Images, video and audio: where they may be fetched from, their limits and caches."""
 
     allowed_media_domains: tuple[str, ...] = ()
-    """Where pictures may be fetched from: example.com, *.example.com, addresses, networks, or * for every public host."""
+    """Hosts that media may be fetched from: example.com, *.example.com, addresses, networks, or * for every public
+    host."""
     allowed_local_media_path: str = ""
-    """Directory from which file: URLs may be read. Without one, none are."""
+    """Directory from which file: URLs may be read. Default: file: URLs are refused."""
     max_media_bytes: int = 64 * 1024 * 1024
-    """Largest picture, as it comes."""
+    """Maximum size of one image, video or audio file, in bytes."""
     max_media_pixels: int = 50_000_000
-    """Most pixels of a picture, all frames together; checked before it is decoded."""
+    """Maximum number of pixels of an image, all frames together; checked before it is decoded."""
     max_media_frames: int = 128
-    """Most frames of an animation."""
+    """Maximum number of frames of an animated image."""
     max_video_frames: int = 768
-    """Most frames that are taken of a video, whatever the model's processor would take."""
+    """Maximum number of frames taken from a video, even if the model's processor would take more."""
     max_audio_s: float = 3600.0
-    """Seconds of the longest sound that /v1/audio/transcriptions and /v1/audio/translations take."""
+    """Maximum length in seconds of audio for /v1/audio/transcriptions and /v1/audio/translations."""
     media_timeout_s: float = 10.0
-    """Seconds that fetching a picture may take, redirects included."""
+    """Seconds that fetching a medium may take, including redirects."""
     media_cpu_s: float = 20.0
-    """Seconds of a processor that preparing one medium may take; beyond, it is refused."""
+    """CPU seconds that preparing one medium may take; above it the request is refused."""
     limit_mm_data_per_request: str = ""
-    """JSON object of how many media a request may have, by kind: {"image": 8}. Default: 64 of each."""
+    """JSON object with the maximum number of media per request, by kind: {"image": 8}. Default: 64 of each."""
     mm_workers: int | Auto = AUTO
-    """Processes of each API worker that decode and resize media. auto: a quarter of the cores, 1 to 8."""
+    """Processes per API worker that decode and resize media. auto: a quarter of the cores, 1 to 8."""
     mm_processor_cache_size: int = 1024 * 1024 * 1024
-    """Bytes of prepared media (pixels) that an API worker keeps in shared memory; those of requests under way count."""
+    """Bytes of shared memory per API worker for prepared media (pixels), including those of running requests."""
     mm_cache_size: int | Auto = AUTO
-    """Bytes of the device for embeddings of media: those that prompts are in the middle of, and others as a cache. auto:
-    512 MiB on a GPU, 256 MiB on a CPU, and at least what the largest medium takes."""
+    """Bytes of device memory for embeddings of media: those that prefills need now, and a cache of others. auto: 512
+    MiB on a GPU, 256 MiB on a CPU, or more if the largest medium needs it."""
     mm_encoder_step_tokens: int | Auto = AUTO
-    """Patches (tower tokens) that one step computes at most, unless one item alone has more: more would make other
-    requests wait longer for their tokens. auto: 16384 on a GPU, 4096 on a CPU."""
+    """Maximum number of patches that one step encodes, unless a single item has more. Larger values delay the tokens of
+    other requests. auto: 16384 on a GPU, 4096 on a CPU."""
     enable_mm_embeds: bool = False
-    """Take embeddings that clients have computed, in safetensors files, in place of images. They reach the model as they
-    are: only for clients that are trusted."""
+    """Accept embeddings computed by clients (safetensors files) in place of images. The model gets them unchecked: only
+    for trusted clients."""
     mm_enable_dp_encoder: bool = False
-    """Spread the images of a step over the ranks that compute the same requests (--tp-size): each computes whole ones,
-    balanced by size, and all get the embeddings. Without it every rank computes all of them."""
+    """Data-parallel encoder: the tensor-parallel ranks (--tp-size) each encode some of a step's images, balanced by
+    size, and exchange the embeddings. Without it every rank encodes all images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -536,8 +548,8 @@ class LogConfig:
     dump_dir: str = ""
     """Directory for the bodies of all requests, including their text, for `bough replay`. Off by default."""
     dump_media: bool = False
-    """Keep media in dumped bodies. Otherwise images and the like that stand in them are replaced by their size and
-    digest, and such requests can't be replayed."""
+    """Keep media in dumped bodies. By default, media in bodies are replaced by their size and digest, and such requests
+    can't be replayed."""
     tensor_dump_dir: str = ""
     """Directory for the outputs of all layers for requests whose rid begins with "dump-", for `bough debug compare`."""
     profile_dir: str = ""

@@ -1,4 +1,4 @@
-"""How each setting that is left open is decided: one function a decision, with its reason. Pure."""
+"""How each `auto` setting is decided: one function per decision, which also returns the reason. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bough.core.errors import ConfigError
 T = TypeVar("T")
 
 MOST_GRAPHS = 1280
-"""Tokens of the largest graph of a model whose steps are bound by launching."""
+"""Tokens of the largest graph of a model whose steps are limited by kernel launches."""
 LAUNCH_BOUND = 1.1e11
 """(Tokens of a step) x (weights of a layer that a token is multiplied with) up to which launching a layer takes longer than
 computing it: 0.35 ms at 650 TFLOP/s. Prompts of 600 and of 1,000 tokens take an H200 19.3 and 9.2 ms kernel by kernel with
@@ -178,7 +178,7 @@ def choose_first_layer(
 
 
 def affordable(wanted: Callable[[], MemoryPlan], without: Callable[[], MemoryPlan], share: int) -> MemoryPlan | None:
-    """A plan with something that is nice to have, if it takes no more than one in `share` tokens of the KV cache."""
+    """A plan with an optional feature, if that takes at most one in `share` tokens of the KV cache."""
     try:
         plan = wanted()
     except ConfigError:
@@ -194,8 +194,8 @@ def choose_threads(machine: MachineFacts, config: Config) -> Decision[int]:
 
 
 def choose_captured(model: ModelPlanFacts) -> Decision[int]:
-    """Up to which size steps are captured: graphs are faster if launching a layer kernel by kernel takes longer than
-    its products, padded to the size of a graph."""
+    """Largest step that is captured: graphs are faster if launching a layer kernel by kernel takes longer than its
+    matrix products, padded to the size of a graph."""
     multiplied = 2 * model.hidden_size * model.attention_width + 3 * model.hidden_size * model.ffn_size
     times = MIXTURE_BOUND if model.expert_values else 1.0
     if model.packed_params and model.quantization != "gguf" and model.packed_bytes >= 0.9 * model.packed_params:

@@ -14,15 +14,15 @@ from bough.config.tower_facts import TowerBlockFacts
 from bough.core.errors import ConfigError
 
 SHRINK: Final = 4
-"""Patches along a side of what two convolutions leave of them."""
+"""Factor by which two convolutions reduce the patches along a side."""
 TILE_QUERIES, WHOLE_QUERIES = 144, 256
-"""Learned queries that read a tile, and an image as a whole: each leaves a position."""
+"""Number of learned queries for a tile, and for the whole image; each becomes one position."""
 NECK_NORM: Final = NormFacts(eps=1e-6, kind="layer", bias=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamFacts:
-    """SAM's vision transformer: most blocks see windows, heads add what rows and columns are apart."""
+    """SAM's vision transformer: most blocks attend within windows, with relative positions of rows and columns."""
 
     block: TowerBlockFacts
     depth: int
@@ -33,9 +33,9 @@ class SamFacts:
     """Patches along a side of a window, in blocks that are not among `full`."""
     full: frozenset[int]
     neck: int
-    """Channels behind the blocks..."""
+    """Channels after the blocks."""
     channels: tuple[int, int]
-    """...and behind each of the convolutions that shrink them."""
+    """Channels after each of the convolutions that reduce the patches."""
 
     def num_parameters(self) -> int:
         hidden, head = self.block.hidden, self.block.head_dim
@@ -48,7 +48,7 @@ class SamFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryFacts:
-    """Qwen2's blocks over what SAM leaves of an image, and the queries behind it."""
+    """Qwen2's blocks over SAM's output for an image, followed by the learned queries."""
 
     hidden: int
     num_heads: int
@@ -73,22 +73,22 @@ class QueryFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OcrVision:
-    """Both, and what is cut of an image."""
+    """Both encoders, and how an image is cut into tiles."""
 
     sam: SamFacts
     queries: QueryFacts
     out: int
     image: ImageFacts
     whole: int
-    """Edge of the image as a whole..."""
+    """Edge of the whole image, in pixels."""
     tile: int
-    """...and of a tile."""
+    """Edge of a tile, in pixels."""
     least: int
     most: int
-    """Tiles of an image that is cut; 1: none is."""
+    """Maximum number of tiles of an image; 1: images are not cut."""
 
     def tokens(self, edge: int) -> int:
-        """Of SAM, for a square."""
+        """Tokens of SAM for a square of `edge` pixels."""
         return (edge // self.sam.patch) ** 2
 
     def positions(self, tiles: int, edge: int) -> int:

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class _FetchFailed(Exception):
-    """One source does not have it, or not the right one."""
+    """A source does not have the file, or its checksum is wrong."""
 
 
 def default_model_file() -> Path | None:

@@ -1,4 +1,4 @@
-"""How many drafts are made where no flag says so, by algorithm and target model, and what each number rests on.
+"""Default numbers of drafts, by algorithm and target model, each with the measurement behind it.
 
 With `--speculative-adaptive`, the default, these are upper bounds: drafts beyond those that pay are not made. A larger bound
 costs memory for graphs and logits. `docs/speculative_decoding.md` shows this table.
@@ -12,17 +12,17 @@ from bough.config.concerns import SpeculativeAlgorithm
 
 
 class DraftDefault(NamedTuple):
-    """An entry. The first one that fits counts."""
+    """One entry of the table; the first that matches is used."""
 
     algorithms: frozenset[SpeculativeAlgorithm]
     architectures: tuple[str, ...]
-    """Beginnings of the names of target models' architectures; empty: any."""
+    """Prefixes of names of target architectures; empty: any."""
     steps: int
-    """Drafts that follow one another."""
+    """Number of drafts in a chain (depth of a tree)."""
     topk: int
-    """Nodes that go on in each generation of a tree; 1: a chain."""
+    """Nodes that are expanded per level of a tree; 1: a chain."""
     tokens: int
-    """Tokens of a row that a step verifies: the drafts and the newest token."""
+    """Tokens per row that a step verifies: the drafts and the newest token."""
     rests_on: str
 
 
@@ -52,12 +52,12 @@ DRAFT_DEFAULTS: Final = (
         frozenset({"STANDALONE"}), (), 4, 1, 5, "not measured: a draft costs a pass of the small model"
     ),
 )  # fmt: skip
-"""Checkpoints that make a fixed number of drafts (Medusa's heads, DFlash's blocks, several NextN layers) make as many as
-they can, whatever stands here."""
+"""Checkpoints with a fixed number of drafts (Medusa's heads, DFlash's blocks, several NextN layers) make all of them,
+regardless of this table."""
 
 
 def draft_default(algorithm: SpeculativeAlgorithm, architecture: str = "") -> DraftDefault | None:
-    """The entry for an algorithm with a target of this architecture; None: the checkpoint that drafts decides."""
+    """The entry for an algorithm with a target of this architecture; None: the draft checkpoint decides."""
     for entry in DRAFT_DEFAULTS:
         if algorithm in entry.algorithms and (not entry.architectures or architecture.startswith(entry.architectures)):
             return entry

@@ -1,5 +1,5 @@
-"""What drafts on the device, as its checkpoint's config and headers describe it: read, and compared with the model that it
-drafts for, before any weight is loaded. Needs no torch.
+"""The draft model or heads, as their checkpoint's config and headers describe them: read, and compared with the target
+model, before any weight is loaded. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ DraftMethod = Literal["STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLAS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3:
-    """Reads states from between the target's layers; its first block reads the embedding of a token beside them."""
+    """EAGLE-3: reads hidden states from several of the target's layers; the first block also reads a token's
+    embedding."""
 
     target_hidden: int
-    """Width of the target's stream."""
+    """Hidden size of the target."""
     vocab: int | None
-    """Tokens that it can draft; None: all, by the target's own head."""
+    """Size of its draft vocabulary; None: all tokens, with the target's output head."""
     norm_before_residual: bool = False
     """The first block adds to the normed state, not to the state."""
     feature_norms: Literal["", "each", "all"] = ""
     """States are normed before they are joined: each for itself, or all as one vector; empty: not at all."""
     carries_normed: bool = False
-    """What it reads in place of a state, where there is none of the target, is its own result after the norm."""
+    """For drafts after the first, it reads its own output after the norm in place of the target's hidden state."""
     fc_bias: bool = False
     num_taps: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """EAGLE, EAGLE-2 and the layers that checkpoints bring along: a token's embedding and the target's last state become one
-    vector, which passes ordinary blocks."""
+    """EAGLE, EAGLE-2 and NextN layers: a token's embedding and the target's last hidden state become one vector, which
+    goes through ordinary blocks."""
 
     target_hidden: int
     norms: bool
@@ -53,19 +54,19 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medusa:
-    """Heads on the target's last state, one for each draft."""
+    """Medusa: heads on the target's last hidden state, one per draft."""
 
     num_heads: int
     num_layers: int
     own_heads: bool
-    """Each has a matrix over the vocabulary; otherwise they use the target's."""
+    """Each head has its own output matrix; otherwise they use the target's."""
     vocab: int | None = None
-    """Tokens that they can draft; None: all."""
+    """Size of the draft vocabulary; None: all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dflash:
-    """A block of drafts in one pass: its layers read states of the target as keys and values."""
+    """DFlash: a block of drafts in one pass; its layers use the target's hidden states as keys and values."""
 
     block_size: int
     mask_id: int
@@ -75,29 +76,29 @@ class Dflash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFacts:
-    """What drafts."""
+    """Facts about a draft model or heads."""
 
     method: DraftMethod
     model: ModelFacts
-    """Its blocks, as those of a model; of STANDALONE, all of it. Of Medusa's heads there are none."""
+    """Its blocks as model facts; for STANDALONE, the whole model. Medusa has no blocks."""
     kind: Eagle3 | Fused | Medusa | Dflash | None = None
-    """None: a model like any other."""
+    """None: an ordinary model (STANDALONE)."""
     taps: tuple[int, ...] = ()
-    """The target's layers whose input it reads, in its own order; the number of layers: what the last one gives. Empty: it
-    reads nothing, or the states after the final norm."""
+    """The target's layers whose input it reads, in its own order; an index equal to the number of layers means the
+    output of the last one. Empty: it reads nothing, or the hidden states after the final norm."""
     tokens: tuple[int, ...] = ()
     """Ascending: the only tokens that a head which shares the target's drafts; empty: all."""
     num_heads: int = 1
-    """Of NextN: heads, each with a layer of its own, that draft one token after the other."""
+    """NextN: number of heads, each with its own layer, that draft one token after the other."""
 
     @property
     def layers(self) -> tuple[LayerFacts, ...]:
-        """Those that keep KV."""
+        """Its layers that have a KV cache."""
         return self.model.layers
 
     @property
     def most_steps(self) -> int | None:
-        """Drafts that it can make; None: any number."""
+        """Maximum number of drafts; None: any number."""
         match self.kind:
             case Medusa(num_heads=count):
                 return count
@@ -125,8 +126,8 @@ class DraftFacts:
 
 
 def read_draft(method: DraftMethod, draft: Checkpoint, target: ModelFacts, model: ModelFacts | None) -> DraftFacts:
-    """What `draft` drafts with for `target`. `model`: a whole model's facts, of STANDALONE. Raises `ConfigError` where the
-    two do not fit."""
+    """The facts of the checkpoint `draft`, for `target`. `model`: facts of the whole model, for STANDALONE. Raises
+    `ConfigError` if the two do not fit together."""
     match method:
         case "STANDALONE":
             assert model is not None, "read by its own architecture"

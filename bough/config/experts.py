@@ -16,7 +16,8 @@ TRIVIAL: Final = "trivial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """What every mixture of experts of a model is made by. Slots are numbered over all ranks; each holds one expert."""
+    """Placement of the experts of every mixture layer of a model. Slots are numbered over all ranks; each holds one
+    expert."""
 
     dispatch: MoeDispatch = "none"
     copies: CopyChoice = "dynamic"
@@ -60,12 +61,12 @@ class ExpertPlan:
 
 
 PLAIN_EXPERTS: Final = ExpertPlan()
-"""Each expert in the slot of its number."""
+"""Expert i is in slot i."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What `--init-expert-location` says: slots, or tokens by expert, by mixture layer."""
+    """The content of `--init-expert-location`: per mixture layer, the expert of each slot, or the tokens per expert."""
 
     slots: tuple[tuple[int, ...], ...] | None = None
     counts: tuple[tuple[float, ...], ...] | None = None
@@ -107,7 +108,7 @@ def _depth(value: Any) -> int:
 
 
 def _table(value: Any, name: str) -> Sequence[Sequence[float]]:
-    """Checked: rows of equally many numbers that are not negative."""
+    """Returns the rows, after checking that they have equal lengths and no negative numbers."""
     good = (
         isinstance(value, list)
         and value

@@ -10,22 +10,22 @@ from bough.core.errors import ConfigError, UnsupportedModel
 T = TypeVar("T")
 
 _MOST: Final = 1e15
-"""Numbers of a config are smaller."""
+"""Upper limit of numbers in a config."""
 _FIX: Final = "check config.json, or set it with --json-model-override-args"
 
 
 class _Found(NamedTuple):
     key: str
-    """As the config calls it."""
+    """Its name in the config."""
     value: Any
 
 
 class Fields:
-    """Several keys mean: the first one that the config has (families and their ages name the same thing differently).
-    A value of null counts as missing."""
+    """If several keys are given, the first one that the config has is used (families and versions use different names
+    for the same thing). A value of null counts as missing."""
 
     def __init__(self, raw: Mapping[str, Any], called: Mapping[str, str] | None = None, path: str = "") -> None:
-        """`called`: what the config calls a key, if it calls it otherwise. `path`: stands before keys in errors."""
+        """`called`: the config's own names of keys, where they differ. `path`: prefix of keys in errors."""
         self.raw = raw
         self._called = called or {}
         self._path = path
@@ -48,7 +48,7 @@ class Fields:
         return int(found.value)
 
     def whole(self, *keys: str, default: int | None = None) -> int:
-        """As `count`, also where it is written with a point (8192.0)."""
+        """Like `count`, but also accepts a float with an integral value (8192.0)."""
         found = self._find(keys)
         if (
             found is not None
@@ -60,7 +60,7 @@ class Fields:
         return self.count(*keys, default=default)
 
     def size(self, *keys: str, default: int | None = None) -> int:
-        """A whole number from 0 on. Raises `ConfigError`; without a default also where it is missing."""
+        """A non-negative integer. Raises `ConfigError`; without a default also if it is missing."""
         found = self._find(keys)
         if found is None:
             return self._default(keys, default)
@@ -78,8 +78,7 @@ class Fields:
         return float(found.value)
 
     def positive(self, *keys: str, default: float | None = None) -> float:
-        """A number above 0; a stated 0 counts as missing. Raises `ConfigError`; without a default also where it is
-        missing."""
+        """A positive number; 0 counts as missing. Raises `ConfigError`; without a default also if it is missing."""
         found = self._find(keys)
         if found is not None and _is_number(found.value) and found.value == 0:
             found = None
@@ -90,7 +89,7 @@ class Fields:
         return float(found.value)
 
     def flag(self, *keys: str, default: bool = False) -> bool:
-        """True or false, perhaps written as 1 or 0. Raises `ConfigError`."""
+        """A boolean, also accepted as 1 or 0. Raises `ConfigError`."""
         found = self._find(keys)
         if found is None:
             return default
@@ -99,7 +98,7 @@ class Fields:
         return bool(found.value)
 
     def choice(self, known: Mapping[str, T], *keys: str, default: str) -> T:
-        """What the value stands for in `known`. Raises `UnsupportedModel` for any other value."""
+        """The entry of `known` for the value. Raises `UnsupportedModel` for any other value."""
         found = self._find(keys)
         name = default if found is None else found.value
         if isinstance(name, str) and name in known:
@@ -119,23 +118,24 @@ class Fields:
         return None if found is None else tuple(found)
 
     def counts(self, key: str, length: int) -> list[int] | None:
-        """The first `length` of a list of positive whole numbers, one a layer; None: there is none. Raises `ConfigError`."""
+        """The first `length` of a list of positive integers, one per layer; None if it is missing. Raises
+        `ConfigError`."""
         found = self._list(key, length, lambda each: _is_whole(each, 1), "a list of positive whole numbers")
         return None if found is None else found[:length]
 
     def sizes(self, key: str) -> list[int] | None:
-        """A list of whole numbers from 0 on; None: there is none. Raises `ConfigError`."""
+        """A list of non-negative integers; None if it is missing. Raises `ConfigError`."""
         return self._list(key, None, lambda each: _is_whole(each, 0), "a list of whole numbers from 0 on")
 
     def flags(self, key: str, length: int) -> list[bool] | None:
-        """The first `length` of a list of flags (true and false, or 1 and 0), one a layer; None: there is none. Raises
-        `ConfigError`."""
+        """The first `length` of a list of booleans (also accepted as 1 and 0), one per layer; None if it is missing.
+        Raises `ConfigError`."""
         found = self._list(key, length, lambda each: isinstance(each, bool | int), "a list of flags")
         return [bool(each) for each in found[:length]] if found else None
 
     def words(self, key: str, known: Collection[str], length: int) -> list[str] | None:
-        """The first `length` of a list of words, one a layer; None: there is none. Raises `ConfigError` for anything else,
-        `UnsupportedModel` for words that are not `known`."""
+        """The first `length` of a list of strings, one per layer; None if it is missing. Raises `ConfigError` for
+        anything else, `UnsupportedModel` for strings that are not in `known`."""
         found = self._list(key, length, lambda each: isinstance(each, str), "a list of words")
         unknown = sorted(set(found or ()) - set(known))
         if unknown:
@@ -161,7 +161,7 @@ class Fields:
         return Fields({**self.raw, **found}, {**self._called, **missing}, self._path)
 
     def put(self, **values: Any) -> Fields:
-        """The same with other values."""
+        """A copy with other values."""
         return Fields({**self.raw, **values}, self._called, self._path)
 
     def architecture(self) -> str:

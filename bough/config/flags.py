@@ -264,7 +264,7 @@ def is_setting(name: str) -> bool:
 
 
 def unknown_name(name: str) -> ConfigError:
-    """The error for a name that is no setting, with what was probably meant."""
+    """The error for an unknown setting, with a suggestion."""
     shown = name if not name.startswith("--") else name.split("=")[0]
     missing = next((what for part, what in NOT_THERE.items() if part in name.replace("-", "_")), None)
     if missing:

@@ -1,4 +1,4 @@
-"""Gemma 4's tower, as configs describe it: images of their own shapes, patches placed and rotated by column and row."""
+"""Gemma 4's vision encoder, as configs describe it: images keep their aspect ratio, and patches have 2D positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bough.config.model_facts import Activation, NormFacts
 from bough.core.errors import ConfigError
 
 BUDGETS: Final = (70, 140, 280, 560, 1120)
-"""Positions that an image may be given."""
+"""Numbers of positions that an image can have."""
 _ZEROS: Final = (0.0, 0.0, 0.0)
 _ONES: Final = (1.0, 1.0, 1.0)
 
@@ -33,15 +33,15 @@ class Gemma4Vision:
     theta: float
     patch: int
     pool: int
-    """Patches along a side of a position."""
+    """Patches along a side of a position (they are pooled)."""
     num_positions: int
-    """Columns, and rows, that have a learned vector."""
+    """Number of columns, and of rows, that have a learned position."""
     clipped: bool
-    """Products have bounds of what they take and give."""
+    """Linear layers clamp their inputs and outputs."""
     standardised: bool
     """Pooled patches are shifted and scaled by learned vectors."""
     most: int
-    """Positions of an image, at most."""
+    """Maximum number of positions of an image."""
     image: ImageFacts
 
     @property

@@ -1,4 +1,4 @@
-"""GGUF metadata -> a config in Hugging Face's form, so that everything behind it knows one kind of checkpoint only."""
+"""GGUF metadata -> a config in Hugging Face's form, so that all other code handles one kind of checkpoint only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _one_value(values: list[Any], field: str) -> Any:
 
 
 def _of_architecture(metadata: dict[str, Any], arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp knows about an architecture without writing it down."""
+    """Facts that llama.cpp knows about an architecture and that are not in the file."""
     extra: dict[str, Any] = {}
     if experts := metadata.get(f"{arch}.expert_count"):
         extra["num_experts"] = extra["num_local_experts"] = experts

@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: metadata and where each tensor lies. No tensor data is touched.
 
 The format (version 2 and 3, little endian): magic, version, number of tensors, number of metadata pairs, the pairs, one
-record a tensor, then the tensors' data from the next multiple of `general.alignment` on. Every length is checked against
-the file's size before it is believed, so a broken file is an error and never a huge allocation.
+record per tensor, then the tensors' data from the next multiple of `general.alignment` on. Every length is checked
+against the file's size before it is believed, so a broken file is an error and never a huge allocation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ARRAY: Final = 9
 _MAX_DIMS: Final = 4
 _MAX_NESTING: Final = 3
 
-# ggml type -> name, weights a block, bytes a block.
+# ggml type -> name, weights per block, bytes per block.
 _KINDS: Final[dict[int, tuple[str, int, int]]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -85,7 +85,7 @@ _KINDS: Final[dict[int, tuple[str, int, int]]] = {
 }
 
 BLOCK_SIZES: Final[dict[str, tuple[int, int]]] = {name: (weights, size) for name, weights, size in _KINDS.values()}
-"""Kind -> weights a block, bytes a block."""
+"""Kind -> weights per block, bytes per block."""
 KEPT_BITS: Final[dict[str, float]] = {
     "Q4_0": 4.5,
     "Q4_1": 5.0,
@@ -115,7 +115,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What stands before the data."""
+    """Everything before the data."""
 
     metadata: dict[str, Any]
     """Scalars as Python values, arrays as lists (of numbers, strings or lists)."""

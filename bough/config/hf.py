@@ -72,7 +72,7 @@ class Checkpoint:
     gguf: tuple[GgufHeader, ...] = field(default=(), repr=False)
     """The headers of `files`, if they are GGUF."""
     shards: Shards | None = field(default=None, repr=False)
-    """How it was cut into files of single ranks, if it was."""
+    """How it was cut into one file per rank, if it was (`bough shard`)."""
 
     @property
     def architecture(self) -> str:
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def recommended_sampling(self) -> dict[str, Any]:
-        """Sampling parameters that the model's authors recommend, in native words; what they don't mention is missing."""
+        """Sampling parameters that the model's authors recommend, by their native names."""
         given = self.generation_config
         if given.get("do_sample") is False:
             return {"temperature": 0.0}
@@ -113,7 +113,8 @@ class Checkpoint:
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """How the weights are quantised, in the words of what wrote them; empty if they are not, or if it is GGUF."""
+        """The quantization config as the checkpoint has it; empty if the weights are not quantised, or in a GGUF
+        file."""
         inner = self.config.get("text_config")
         for found in (self.config, inner if isinstance(inner, dict) else {}):
             given = found.get("quantization_config")
@@ -141,7 +142,7 @@ class Checkpoint:
 
 
 class _Packed(Struct, array_like=True):
-    """A checkpoint on its way to another process."""
+    """A checkpoint as it is sent to another process."""
 
     name: str
     kind: CheckpointKind
@@ -156,7 +157,7 @@ class _Packed(Struct, array_like=True):
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
-    """All that was read of it: what `unpack_checkpoint` makes of this reads no file."""
+    """Everything that was read of it, so that `unpack_checkpoint` needs no file."""
     return msgspec.msgpack.encode(
         _Packed(
             checkpoint.name,
@@ -360,7 +361,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
 
 def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a multimodal model, with its `text_config` merged into it and its kind as `text_model_type`. Other
-    configs are returned unchanged. Of a model that also speaks (Qwen's Omni models) it is that of its thinker."""
+    configs are returned unchanged. For models that also speak (Qwen's Omni models) it is the config of the thinker."""
     thinker = config.get("thinker_config")
     if isinstance(thinker, dict):
         named = [

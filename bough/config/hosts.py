@@ -1,4 +1,4 @@
-"""The machines of one engine: which ranks run on which, and the variables by which a machine learns its number."""
+"""The machines of one engine: which ranks run on which, and the environment variables with a machine's index."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bough.core.errors import ConfigError
 
 MACHINE_SETTINGS: Final = ("nnodes", "node_rank", "dist_init_addr")
 LEADER_PORT: Final = 20000
-"""Port of the meeting place where only the leader's host is known (LeaderWorkerSet)."""
+"""Port of machine 0 if only its host is known (LeaderWorkerSet)."""
 
 LEAST_SECRET: Final = 8
-"""Characters of a secret between machines, at least."""
+"""Minimum length of a secret between machines, in characters."""
 
 
 def machine_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -50,7 +50,8 @@ def ranks_per_node(parallel: ParallelConfig) -> int:
 
 
 def local_ranks(parallel: ParallelConfig) -> range:
-    """The ranks that this machine runs: neighbours by number, so that the axes that talk most stay on one machine."""
+    """The ranks that this machine runs: consecutive ones, so that the axes that communicate most stay on one
+    machine."""
     per_node = ranks_per_node(parallel)
     return range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
 

@@ -1,4 +1,5 @@
-"""Idefics 2's tower and what makes a fixed number of positions of its patches, as configs describe them."""
+"""Idefics 2's vision encoder, and the resampler that turns its patches into a fixed number of positions, as configs
+describe them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from bough.config.vit import BILINEAR, read_vit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics2Vision:
-    """SigLIP over images of their own shapes; learned queries read what it leaves, and become the positions."""
+    """SigLIP over images that keep their aspect ratio; learned queries attend to its output and become the
+    positions."""
 
     vit: VitFacts
     shortest: int
     longest: int
     """Edges of an image, at least and at most."""
     splits: bool
-    """An image is four quarters, and the whole."""
+    """Whether an image is encoded as four quarters and the whole."""
     inner: int
     out: int
     activation: Activation

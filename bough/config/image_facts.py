@@ -1,4 +1,4 @@
-"""What the settings of an image processor say, in one vocabulary: read by processors, and by towers that normalise."""
+"""Settings of image processors under one set of names, read by processors and by encoders that normalise."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Final = (0.26862954, 0.26130258, 0.27577711)
 HALF: Final = (0.5, 0.5, 0.5)
 BICUBIC: Final = 3
-"""Pillow's number of the filter, as configs name it."""
+"""Pillow's number of the resampling filter, which configs use."""
 
 PIXELS: Final = (56 * 56, 28 * 28 * 1280)
-"""Least and most of a resized image, of the processor's class, where the checkpoint's files say nothing (Qwen)."""
+"""Minimum and maximum pixels of a resized image: defaults of the processor's class (Qwen)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class ImageFacts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     rescale: float
-    """What a pixel of 0 to 255 is multiplied by first."""
+    """Factor applied to pixel values of 0 to 255."""
     resample: int
     """Pillow's number of the filter that images are resized with."""
     size: tuple[tuple[str, int], ...]
@@ -61,7 +61,8 @@ def image_facts(
 
 
 def pixel_bounds(settings: Fields) -> tuple[int, int]:
-    """Least and most pixels of a resized image, for processors that keep images near their own size (Qwen)."""
+    """Minimum and maximum pixels of a resized image, for processors that keep images near their original size
+    (Qwen)."""
     facts = image_facts(settings)
     least, most = facts.edge("shortest_edge", PIXELS[0]), facts.edge("longest_edge", PIXELS[1])
     return settings.count("min_pixels", default=least), settings.count("max_pixels", default=most)

@@ -1,4 +1,4 @@
-"""Configs of InternVL's own checkpoints (`InternVLChatModel`), in the words of transformers' class."""
+"""Translates configs of InternVL's own checkpoints (`InternVLChatModel`) to the fields of transformers' class."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def from_own(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _placeholder_id(path: Path) -> int:
-    """Of the token that stands for a position, which only the tokenizer's files name."""
+    """The id of the placeholder token, which only the tokenizer's files contain."""
     for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
         file = path / name
         if not file.is_file() or file.stat().st_size > _MOST_BYTES:
@@ -67,7 +67,7 @@ def _placeholder_id(path: Path) -> int:
 
 
 def _find(given: Any) -> int | None:
-    """In what tokenizers' files may look like."""
+    """Searches the possible forms of a tokenizer's files for a token's id."""
     if not isinstance(given, dict):
         return None
     if isinstance(given.get(_PLACEHOLDER), int):

@@ -15,19 +15,20 @@ from bough.config.tower_facts import TowerBlockFacts
 _NORM: Final = NormFacts(eps=1e-5, kind="layer", bias=True)
 _MOST_PATCHES: Final = 16_384
 _MOST_ALONG: Final = 512
-"""Patches along a side of an image."""
+"""Maximum number of patches along a side of an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiVision:
-    """Images of their own shapes; frames of a short run of a video see one another, and leave their mean."""
+    """Images keep their aspect ratio. Consecutive frames of a video attend to one another in short groups, whose mean
+    becomes the output."""
 
     block: TowerBlockFacts
     depth: int
     patch: int
     merge: int
     grid: tuple[int, int]
-    """Rows and columns of learned positions, which are stretched over an image."""
+    """Rows and columns of learned positions, which are interpolated to the size of an image."""
     out: int
     projector_norm: NormFacts
     image: ImageFacts
@@ -60,7 +61,7 @@ class KimiVision:
 
 
 def media_settings(config: Fields) -> Fields:
-    """Of the checkpoint's processor."""
+    """Media settings of the checkpoint's processor."""
     return processor_fields(config).inner("media_proc_cfg")
 
 

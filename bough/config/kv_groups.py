@@ -1,4 +1,4 @@
-"""Which layers' KV lives how long, and how layers share pages: pure arithmetic on a model's facts.
+"""How long each layer's KV must be kept, and how layers share pages: pure arithmetic on a model's facts.
 
 Layers with one lifetime form a group. Pages of all groups have equal bytes, so a group with more layers than others is cut
 into several lines, each with pages of its own; a group whose layers keep more of a token than others' has smaller pages. How
@@ -18,9 +18,9 @@ from bough.core.errors import ConfigError
 from bough.core.kv import Fixed, Grows, KvGroup, KvLayout, Lifetime, Window, order
 
 NOMINAL_TOKENS = 32_768
-"""Of the request that should take little memory."""
+"""Tokens of the request for which memory is minimised."""
 _LINE_COST = 0.01
-"""A line more must save one part in a hundred: it is work for the host in every step."""
+"""One more line must save at least 1 % of the memory, because each line is work for the host in every step."""
 MOST_LINES = 32
 
 
@@ -29,15 +29,15 @@ class KvPlan:
     """The groups of a model, and the size of their pages."""
 
     groups: tuple[KvGroup, ...]
-    """Layers are numbered over the whole model, those alone that keep KV."""
+    """Layers are numbered over the whole model, counting only layers with a KV cache."""
     values_per_token: int
-    """Numbers that a page holds, for each token of a column, on the rank where they are most."""
+    """Values that a page holds per token of a column, on the rank with the most."""
     because: str = ""
     """Why layers with windows keep all tokens; empty: they don't."""
     draft_values: int = 0
-    """Of `values_per_token`, those of what drafts."""
+    """Of `values_per_token`, those of the draft model."""
     vectors_per_token: int = 0
-    """Keys and values of single heads that a page holds per token of a column, on the rank that has most of them."""
+    """Key and value vectors (one per head) that a page holds per token of a column, on the rank with the most."""
     even_vectors: bool = True
     """Whether pages of all lines hold the same number of them."""
 
@@ -91,7 +91,7 @@ def plan_groups(facts: ModelFacts, layout: Layout, *, context: int, page_size: i
 
 
 def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: ModelFacts | None = None) -> KvPlan:
-    """One group: all layers keep all tokens. `draft`: what has its layers behind the model's."""
+    """One group: all layers keep all tokens. `draft`: the draft model, whose layers come after the model's."""
     models = [facts] if draft is None or not draft.layers else [facts, draft]
     group = KvGroup(Grows(), (tuple(range(sum(len(model.kv_mixers) for model in models))),))
     values = [sum(rank_kv_values(model, layout, rank) for model in models) for rank in range(layout.size)]
@@ -101,7 +101,7 @@ def all_in_one(facts: ModelFacts, layout: Layout, because: str = "", draft: Mode
 
 
 def with_draft_layers(facts: ModelFacts, layout: Layout, draft: ModelFacts, page_size: int, context: int) -> KvPlan:
-    """The plan of a model and of what drafts for it. All layers keep all tokens: drafting reads one line."""
+    """The plan of a model and its draft model. All layers keep all tokens, because drafting reads one line only."""
     return all_in_one(facts, layout, _if_windows(facts, context, "what drafts on the device reads all tokens"), draft)
 
 
@@ -111,7 +111,7 @@ def _if_windows(facts: ModelFacts, context: int, because: str) -> str:
 
 
 def lifetimes_of(facts: ModelFacts, context: int) -> list[Lifetime]:
-    """By number of KV cache: how long it is needed, by its own layer and by those that read it, too."""
+    """By number of KV cache: how long it is needed by its own layer and by other layers that read it."""
     found: list[Lifetime] = []
     for number, layer in enumerate(facts.layers):
         readers = [other for other in facts.layers if other.kv_from == number]
@@ -135,7 +135,7 @@ def lifetime_of(mixer: Mixer, context: int) -> Lifetime:
 
 
 def stage_groups(groups: Sequence[KvGroup], held: range) -> tuple[KvGroup, ...]:
-    """The groups with the layers alone that a stage holds, numbered from its first one on."""
+    """The groups with only the layers of one pipeline stage, numbered from its first layer."""
     return tuple(
         KvGroup(
             group.lifetime,
@@ -165,13 +165,13 @@ def why_kv_stays(facts: ModelFacts, groups: Sequence[KvGroup], *, shares_context
 
 
 def cut_evenly(layers: Sequence[int], num_lines: int) -> tuple[tuple[int, ...], ...]:
-    """Lines of neighbours, whose lengths differ by one at most."""
+    """Cuts consecutive layers into lines whose lengths differ by at most one."""
     bounds = [-(-len(layers) * line // num_lines) for line in range(num_lines + 1)]
     return tuple(tuple(layers[a:b]) for a, b in pairwise(bounds))
 
 
 def held_layers(facts: ModelFacts, layout: Layout, stage: int) -> range:
-    """Of the layers that keep KV, those that a stage holds."""
+    """The layers with a KV cache that a stage holds."""
     held = stage_layers(facts.num_layers, layout.pp, stage, layout.stage_sizes)
     counts = [len(layer.kv_mixers) for layer in facts.layers]
     return range(sum(counts[: held.start]), sum(counts[: held.stop]))
@@ -180,7 +180,8 @@ def held_layers(facts: ModelFacts, layout: Layout, stage: int) -> range:
 def _parts(
     facts: ModelFacts, layout: Layout, lifetimes: Sequence[Lifetime], kinds: Sequence[Lifetime]
 ) -> list[int] | None:
-    """By kind: how many pages of a column its lines have, so that pages have equal bytes on every rank. None: they can't."""
+    """By kind of layer: pages per column of its lines, such that all pages have equal bytes on every rank. None:
+    impossible."""
     found: set[tuple[int, ...]] = set()
     for rank in range(layout.tp):
         planes = []
@@ -202,8 +203,8 @@ def _parts(
 
 
 def _most_in_line(facts: ModelFacts, layout: Layout, groups: Sequence[KvGroup], kept_by: Callable[[Mixer], int]) -> int:
-    """What a page holds for each token of a column, on the rank where it is most: as many layers as the longest line has
-    there; on average where ranks share contexts. `kept_by`: how much one layer keeps of a token."""
+    """Values that a page holds per token of a column, on the rank with the most: the layers of the longest line there;
+    the average if ranks share contexts. `kept_by`: values that one layer keeps per token."""
     most = 0
     for rank in range(layout.size):
         held = held_layers(facts, layout, layout.place(rank)["pp"])

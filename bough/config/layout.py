@@ -26,7 +26,7 @@ class Layout:
     pp: int = 1
     tp: int = 1
     dp: int = 1
-    """Replicas of attention within `tp`: each computes other requests."""
+    """Replicas of attention within `tp`: each computes different requests."""
     cp: int = 1
     """Ranks that share the context of long prompts, within a replica of attention."""
     ep: int = 1
@@ -34,7 +34,7 @@ class Layout:
     redundant: int = 0
     """Slots for experts beyond one per expert, in each layer."""
     whole_shared: bool = False
-    """Every rank has all of the shared experts, and computes them for its own part of the tokens."""
+    """Every rank has all shared experts, and computes them for its own part of the tokens."""
     stage_sizes: tuple[int, ...] = ()
     """Layers of each stage; empty: evenly."""
 
@@ -94,7 +94,7 @@ class Layout:
         }  # fmt: skip
 
     def groups(self, axis: AxisName) -> list[list[int]]:
-        """The sets of ranks that stand on one line along the axis, each in its order. Together they are all ranks."""
+        """The sets of ranks along the axis, each in order. Together they contain all ranks."""
         within: dict[AxisName, tuple[AxisName, ...]] = {
             "world": (), "pp": ("tp",), "tp": ("pp",), "dp": ("pp", "cp", "heads"), "cp": ("pp", "dp", "heads"),
             "heads": ("pp", "dp", "cp"), "tokens": ("pp", "heads"), "replica": ("pp", "dp"), "ep": ("pp", "units"),

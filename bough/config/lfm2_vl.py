@@ -19,21 +19,21 @@ PROJECTOR_NORM: Final = NormFacts(eps=1e-5, kind="layer", bias=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2Vision:
-    """SigLIP 2 over tiles and images of their own shapes."""
+    """SigLIP 2 over tiles, and over images that keep their aspect ratio."""
 
     vit: NaflexFacts
     by: int
     """Patches along a side of a position."""
     between: int
-    """Width between the two products of the projector."""
+    """Width between the two linear layers of the projector."""
     activation: Activation
     bias: bool
     norm: bool
-    """Whether the projector norms what it takes."""
+    """Whether the projector normalises its input."""
     out: int
     least_positions: int
     most_positions: int
-    """Of an image that is not cut."""
+    """Maximum number of positions of an image that is not cut."""
     tile: int
     """Edge of a tile."""
 

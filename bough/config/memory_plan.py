@@ -1,7 +1,7 @@
 """How the device's memory is divided, computed before any weight is loaded.
 
-Pure arithmetic: facts in, plan out. What can't fit is a `ConfigError` with the numbers and with commands that were
-themselves planned and do fit.
+Pure arithmetic: facts in, plan out. If something does not fit, a `ConfigError` gives the numbers, and commands whose
+own plan fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIB = 1024**3
 MIB = 1024**2
 
 SMALL_STEP = 512
-"""Prompt tokens of the steps that are suggested where memory is short."""
+"""Prompt tokens per step that are suggested if memory is short."""
 MIN_AUTO_CONTEXT = 512
 """`--context-length auto` shrinks no further than this."""
 
@@ -28,8 +28,8 @@ CPU_POOL_SHARE = 0.25
 """The default pool on a CPU: two contexts, more (up to 65,536 tokens) while it stays within 512 MiB, and never more than
 a quarter of the free memory, since other programs live there too."""
 FREE_POOL_TOKENS = 4 * 1024 * 1024
-"""Tokens of all requests of a model whose layers keep nothing of single tokens, and of its cached prefixes: enough not to
-bound them, at a few bytes of host memory each."""
+"""KV capacity, in tokens, of a model without a KV cache (all layers are recurrent): large enough not to limit requests,
+at a few bytes of host memory per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,20 @@ class PlanFacts:
     """Everything the plan depends on. Bytes are per device (per rank)."""
 
     model: str
-    """As it was given on the command line; for the commands in error messages."""
+    """The model as given on the command line, for the commands in error messages."""
     device: Literal["cpu", "cuda"]
     total_bytes: int
     free_bytes: int
-    """Free before anything of this process is loaded."""
+    """Free memory before this process loads anything."""
     weight_bytes: int
     kv_bytes_per_token: int
-    """In all lines of the KV cache."""
+    """Bytes per token in all lines of the KV cache."""
     groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
-    """What is kept of tokens, and for how long."""
+    """Which layers keep KV, and for how long."""
     kv_note: str = ""
-    """Why `groups` keep more than the layers need; empty: they don't."""
+    """Why `groups` keep more tokens than the layers need; empty: they do not."""
     activation_bytes: int
-    """At the largest step."""
+    """Activations of the largest step."""
     step_tokens: int
     """Tokens of the largest step."""
     small_step_tokens: int = SMALL_STEP
@@ -60,13 +60,13 @@ class PlanFacts:
     graph_bytes: int = 0
     media_bytes: int = 0
     state_bytes: int = 0
-    """States of rows, and snapshots of them."""
-    """Embeddings of media that are kept."""
+    """Recurrent states of rows, and their snapshots."""
+    """Store of media embeddings."""
     page_size: int = 1
     model_context: int
     """The model's own limit."""
     context_length: int | None = None
-    """As configured; None: as long as the model and the memory allow."""
+    """Context length as configured; None: as long as the model and the memory allow."""
     max_total_tokens: int | None = None
     """KV capacity as configured; None: the rest of the memory."""
     mem_fraction: float | None = None
@@ -172,7 +172,7 @@ def show_bytes(size: int) -> str:
 
 
 def runtime_bytes(facts: PlanFacts) -> int:
-    """What the libraries themselves take: kept free for them."""
+    """Memory kept free for the libraries' own use."""
     if facts.device == "cpu":
         return 384 * MIB
     return max(768 * MIB, facts.total_bytes // 64)

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6's tower, as configs describe it: patches are merged within it, and once more behind it."""
+"""MiniCPM-V 4.6's vision encoder, as configs describe it: patches are merged inside it, and again after it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bough.config.vit import read_vit
 from bough.core.errors import ConfigError
 
 WINDOW: Final = 2
-"""Patches along a side of what is merged at once."""
+"""Patches along a side of a merged group."""
 LAST_NORM: Final = NormFacts(eps=1e-6, kind="layer", bias=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniCpmVision:
-    """SigLIP over images of their own shapes."""
+    """SigLIP over images that keep their aspect ratio."""
 
     vit: VitFacts
     insert: int
-    """Windows are merged behind this block; -1: not within the tower."""
+    """Patches are merged after this block; -1: not inside the encoder."""
     out: int
     resolution: int
-    """Edge of a square with as many pixels as a slice of an image has, about."""
+    """Edge of a square with about the same number of pixels as a slice."""
     slices: int
-    """Of an image, at most; 1: it is not cut."""
+    """Maximum number of slices of an image; 1: it is not cut."""
 
     @property
     def by(self) -> int:
@@ -38,7 +38,7 @@ class MiniCpmVision:
 
     @property
     def max_positions(self) -> int:
-        """Of a slice: twice those of a square one, since short edges are rounded up."""
+        """Maximum number of positions of a slice: twice those of a square, because short edges are rounded up."""
         return 2 * (-(-self.resolution // (self.by * self.vit.patch))) ** 2
 
     def tower(self) -> TowerFacts:

@@ -14,11 +14,11 @@ from bough.config.tower_facts import TowerBlockFacts
 from bough.config.vit import BILINEAR, one_size
 
 NORM: Final = NormFacts(eps=1e-5, kind="layer", bias=True)
-"""Of the norms outside blocks."""
+"""The norms outside of blocks."""
 TAPS: Final = [3, 7, 15, 23, 30]
-"""Blocks whose output is part of the features, where the config doesn't say."""
+"""Default for the blocks whose output is part of the features."""
 MOST_IMAGES: Final = 4
-"""Of a request: its pages hold them all at once."""
+"""Maximum number of images of a request, whose pages hold all of them at once."""
 _ROUND: Final = 8
 """Tokens of a tile are padded to a multiple, as in training: others see the padding."""
 _COLUMN: Final = 256
@@ -27,29 +27,29 @@ _COLUMN: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MllamaVision:
-    """Tiles of one size, all of an image in one sequence."""
+    """Tiles of one size; all tiles of an image form one sequence."""
 
     block: TowerBlockFacts
     depth: int
     global_depth: int
-    """Blocks behind the first ones: gated, and behind another embedding of tiles."""
+    """Number of global blocks: gated, after the first ones and a second tile embedding."""
     taps: tuple[int, ...]
-    """Blocks of the first ones whose output is part of the features."""
+    """Local blocks whose output is part of the features."""
     patch: int
     side: int
     """Patches along a side of a tile."""
     tiles: int
-    """Of an image, at most: as many are computed of each."""
+    """Maximum number of tiles of an image; this many are computed for every image."""
     image: ImageFacts
 
     @property
     def tokens(self) -> int:
-        """Of a tile: its patches, and one before them."""
+        """Tokens of a tile: its patches, and a class token before them."""
         return self.side**2 + 1
 
     @property
     def padded(self) -> int:
-        """The same with padding."""
+        """Tokens of a tile, with padding."""
         return -(-self.tokens // _ROUND) * _ROUND
 
     @property
@@ -65,11 +65,11 @@ class MllamaVision:
 
     @property
     def positions(self) -> int:
-        """Of a request's images, with room for each to begin at a column of pages."""
+        """Maximum number of positions of a request's images, with room for each to begin at a column of pages."""
         return MOST_IMAGES * -(-self.tiles * self.tokens // _COLUMN) * _COLUMN
 
     def tower(self, width: int) -> TowerFacts:
-        """What planning needs to know. `width`: of the language model."""
+        """The facts for the memory plan. `width`: of the language model."""
         hidden, tables = self.block.hidden, len(self.shapes) + 1
         own = 3 * self.patch**2 * hidden + hidden + 2 * NORM.num_parameters(hidden)
         tiles = 2 * (tables * self.tiles * hidden + 1)

@@ -1,4 +1,5 @@
-"""What a checkpoint's config says about the model, in one vocabulary: what plans are made and models are built from.
+"""A model's architecture under one set of names, independent of the checkpoint's config. Memory plans and models are
+built from it.
 
 Each model file has a `read(config)` that fills these; the helpers it uses are in `config/reading.py`.
 """
@@ -29,7 +30,7 @@ class NormFacts:
     bias: bool = False
     """Whether a layer norm has one."""
     weight: bool = True
-    """Whether it has any parameters."""
+    """Whether it has weights."""
 
     def num_parameters(self, width: int) -> int:
         return (width if self.weight else 0) + (width if self.bias else 0)
@@ -37,7 +38,7 @@ class NormFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
-    """Norms of queries and keys."""
+    """Normalisation of queries and keys."""
 
     norm: NormFacts
     over: Literal["head", "each head", "all heads"] = "head"
@@ -47,7 +48,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:
-    """Queries grow with their position p: 1 + scale * log(1 + floor((p + shift) / every))."""
+    """Queries are scaled by their position p: 1 + scale * log(1 + floor((p + shift) / every))."""
 
     scale: float
     every: int
@@ -56,11 +57,11 @@ class Temperature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputGate:
-    """What heads have read is multiplied by a product of the layer's input."""
+    """The output of attention is multiplied by gates, a projection of the layer's input."""
 
     by: Literal["sigmoid", "softplus"] = "sigmoid"
     over: Literal["value", "head"] = "value"
-    """Each value of a head has a gate of its own, or each head has one."""
+    """One gate per value of a head, or one per head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +88,13 @@ class Gqa:
     """Whether a token sees only those before it."""
     qkv_bias: bool = False
     k_bias: bool = True
-    """Where there is a bias: whether keys have one in the checkpoint, too."""
+    """If there is a bias: whether the checkpoint has one for keys, too."""
     out_bias: bool = False
     head_norms: HeadNorms | None = None
     sinks: bool = False
-    """Each head has a logit that takes part in its softmax and adds nothing."""
+    """Attention sinks: each head has a logit that takes part in its softmax and has no value."""
     alibi: float | None = None
-    """Scores grow with a key's position, in each head by another slope, times this; None: they don't."""
+    """ALiBi: scores grow with a key's position, with one slope per head, times this; None: no ALiBi."""
     alibi_bias_max: float = 8.0
     """The slopes are powers of 2 ** -(alibi_bias_max / heads)."""
     clip: float | None = None
@@ -107,7 +108,7 @@ class Gqa:
     both_ways: bool = True
     """Tokens of an item whose tower is `atomic` see each other in both directions here."""
     values_are_keys: bool = False
-    """Values are what keys are before they are normed and rotated: one product gives both."""
+    """Values are the keys before normalisation and rotation: one projection gives both."""
 
     @property
     def value_dim(self) -> int:
@@ -116,7 +117,7 @@ class Gqa:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Values that a token leaves in the KV cache: in keys, and in values."""
+        """Values per token in the KV cache: of keys, and of values."""
         return self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
 
     @property
@@ -146,12 +147,12 @@ class Gqa:
 
     @property
     def sees_all(self) -> bool:
-        """Whether a token sees all before it, wherever they stand."""
+        """Whether a token attends to all tokens before it."""
         return self.causal and self.window is None and self.chunk is None and self.alibi is None
 
     @property
     def keys_turn(self) -> bool:
-        """Whether a key that was written for one position can be turned to another."""
+        """Whether a cached key can be rotated to another position."""
         return self.head_norms is None or not self.head_norms.after_rope or not self.head_norms.norm.weight
 
 
@@ -163,7 +164,7 @@ class Indexer:
     num_heads: int
     head_dim: int
     interleaved: bool
-    """How the pairs that are rotated, the first ones, stand: side by side, or half of them apart."""
+    """Layout of the rotated pairs: interleaved, or one value in each half."""
 
     def num_parameters(self, hidden: int, q_rank: int) -> int:
         return q_rank * self.num_heads * self.head_dim + hidden * (self.head_dim + self.num_heads) + 2 * self.head_dim
@@ -171,22 +172,22 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """A query reads no more than some of the tokens before it (DeepSeek sparse attention)."""
+    """A query attends only to some of the tokens before it (DeepSeek sparse attention)."""
 
     topk: int
-    """How many: those with the best scores."""
+    """Number of tokens, those with the best scores."""
     indexer: Indexer | None
-    """None: those that the nearest layer before has chosen that has one."""
+    """None: use the choice of the nearest earlier layer that has an indexer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mla:
-    """Attention over latents: of each token a vector is kept, from which every head makes its key and value, and one rotated
-    key that all heads share."""
+    """Multi-head latent attention (MLA): the cache keeps one latent vector per token, from which every head computes
+    its key and value, and one rotated key that all heads share."""
 
     num_heads: int
     q_rank: int | None
-    """Width of what queries are made from; None: they are made from the stream."""
+    """Rank of the query projection; None: queries are computed from the hidden state directly."""
     kv_rank: int
     """Width of a latent."""
     nope_dim: int
@@ -199,12 +200,12 @@ class Mla:
     norm: NormFacts
     """Of latents."""
     rope: RopeFacts | None = None
-    """None: the shared key is as it is."""
+    """None: the shared key is not rotated."""
     bias: bool = False
     """Of the projections down to latents and of the last one."""
     temperature: Temperature | None = None
     sparse: Sparse | None = None
-    """None: a query reads all tokens before it."""
+    """None: a query attends to all tokens before it."""
 
     causal: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1
@@ -213,18 +214,18 @@ class Mla:
 
     @property
     def kv_values(self) -> int:
-        """Width of what is kept of a token: its latent and the rotated key."""
+        """Values per token in the cache: its latent and the rotated key."""
         return self.kv_rank + self.rope_dim
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Values that a token leaves in the KV cache: its latent with the rotated key, and the key that is scored."""
+        """Values per token in the KV cache: the latent with the rotated key, and the indexer's key."""
         indexer = self.indexer
         return (self.kv_values,) if indexer is None else (self.kv_values, indexer.head_dim)
 
     @property
     def indexer(self) -> Indexer | None:
-        """What chooses tokens in this layer; None: nothing does."""
+        """This layer's own indexer, which chooses tokens; None: it has none."""
         return None if self.sparse is None else self.sparse.indexer
 
     @property
@@ -255,7 +256,7 @@ class Mla:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cross:
-    """Attention over the media of a request, as a tower has left them: keys and values are made of each position once."""
+    """Cross attention to the media of a request: keys and values of each position are computed once."""
 
     num_heads: int
     num_kv_heads: int
@@ -263,16 +264,16 @@ class Cross:
     scale: float
     """Multiplies the scores."""
     positions: int
-    """Of a request's media at most."""
+    """Maximum number of positions of a request's media."""
     bias: bool = False
     """Of queries, values and the last product; that of keys is zero."""
     head_norms: HeadNorms | None = None
     gated: bool = False
-    """What it adds, and what its block's feed-forward part does, is multiplied by the tanh of a learned number each; tokens
-    that see no media pass the block unchanged."""
+    """Its output, and that of the block's feed-forward part, are each multiplied by the tanh of a learned number;
+    tokens without media pass the block unchanged."""
 
     causal: ClassVar[bool] = True
-    """A token sees nothing of those behind it."""
+    """A token does not see later tokens."""
     keys_turn: ClassVar[bool] = False
     rope: ClassVar[None] = None
 
@@ -294,14 +295,14 @@ class Cross:
 
 
 KvMixer = Gqa | Mla | Cross
-"""Keeps something of every token, or of every position of media."""
+"""Mixers with a KV cache: per token, or per position of media."""
 Mixer = KvMixer | StateMixer
-"""What lets tokens see one another."""
+"""The part of a layer in which tokens see one another: attention, or a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A feed-forward block that every token passes."""
+    """A dense feed-forward block."""
 
     intermediate: int
     """Its inner width."""
@@ -310,13 +311,14 @@ class Dense:
     """down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
     bias: bool = False
     sparsity: float = 0.0
-    """This part of the gates becomes 0: those below a quantile of a normal distribution with their mean and deviation."""
+    """Share of the gates that are set to 0: those below a quantile of a normal distribution with the same mean and
+    deviation."""
     gate_scale: float | None = None
     """Multiplies gates before their activation."""
 
     @property
     def inner_values(self) -> int:
-        """Values of a token in its middle."""
+        """Intermediate values per token."""
         return self.intermediate
 
     def num_parameters(self, hidden: int) -> int:
@@ -334,10 +336,11 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Experts are chosen by scores in float32, in ways that a softmax over all of them doesn't cover."""
+    """Routers other than a softmax over all experts; scores are in float32."""
 
     by: Literal["sigmoid", "softmax", "sparsemixer"] = "sigmoid"
-    """How logits become scores. "sparsemixer": two experts, each weighed among those that come close to it (Phi-3.5-MoE)."""
+    """How logits become scores. "sparsemixer": two experts, each weighted among those with scores close to it
+    (Phi-3.5-MoE)."""
     bias: Literal["", "flat", "row"] = ""
     """A learned bias [E] ("row": [1, E]) is added to decide which experts are chosen; their weights are without it."""
     groups: int = 1
@@ -359,28 +362,28 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
-    """A mixture of experts: each token passes the few that a router picks."""
+    """A mixture of experts: a router picks a few experts for each token."""
 
     num_experts: int
     experts_per_token: int
     intermediate: int
-    """Width inside one expert."""
+    """Intermediate size of an expert."""
     renormalise: bool
     """Whether the chosen experts' weights are made to sum to 1."""
     activation: Activation = "silu"
     shared_intermediate: int = 0
-    """Width inside the expert that sees every token; 0: there is none."""
+    """Intermediate size of the shared expert; 0: there is none."""
     shared_gated: bool = True
-    """Whether that one is weighed by a gate of its own."""
+    """Whether the shared expert has a gate."""
     shared_scale: float = 1.0
-    """Multiplies what that one gives."""
+    """Factor of the shared expert's output."""
     scored: Scored | None = None
     """None: a softmax over all experts gives their weights, and the largest are chosen."""
     scale: float = 1.0
     """Multiplies the chosen experts' weights."""
     router_bias: bool = False
     weighs_input: bool = False
-    """The weight multiplies what the expert reads, instead of what it gives. For one expert per token."""
+    """The weight multiplies the expert's input instead of its output. For one expert per token."""
     clamped: ClampedGate | None = None
     """How experts' gates are computed, if not by `activation`; their products then have biases."""
     gated: bool = True
@@ -388,7 +391,7 @@ class Moe:
 
     @property
     def inner_values(self) -> int:
-        """Values of a token in its middle, in all of its experts."""
+        """Intermediate values per token, in all of its experts."""
         return self.experts_per_token * self.intermediate
 
     def num_parameters(self, hidden: int) -> int:
@@ -412,10 +415,10 @@ class LayerFacts:
     """One block."""
 
     mixers: tuple[Mixer, ...]
-    """One as a rule; several where a block mixes tokens in parallel, or reads media besides."""
+    """Usually one; several if a block has parallel mixers, or cross attention to media."""
     ffn: FeedForward | None
     kv_from: int | None = None
-    """The layer before it whose keys and values this one reads instead of keeping its own; None: it keeps them."""
+    """The earlier layer whose keys and values this one reads instead of its own; None: it has its own."""
 
     def num_parameters(self, hidden: int) -> int:
         """Weights of the mixers and of the feed-forward block."""
@@ -429,18 +432,18 @@ class LayerFacts:
 
     @property
     def kv_mixers(self) -> tuple[KvMixer, ...]:
-        """Those that keep KV."""
+        """Mixers with a KV cache."""
         return tuple(each for each in self.mixers if isinstance(each, KvMixer)) if self.kv_from is None else ()
 
     @property
     def shares_choice(self) -> bool:
-        """Whether it reads the tokens that a layer before it has chosen."""
+        """Whether it uses the token choice of an earlier layer."""
         mixers = [each for each in self.mixers if isinstance(each, Mla)]
         return any(each.sparse is not None and each.indexer is None for each in mixers)
 
     @property
     def state_mixers(self) -> tuple[StateMixer, ...]:
-        """Those that keep a state."""
+        """Mixers with a recurrent state."""
         return tuple(each for each in self.mixers if isinstance(each, StateMixer))
 
 
@@ -456,28 +459,30 @@ class LearnedPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerLayerInputs:
-    """Each layer has an embedding of its own of every token, which enters the stream behind its feed-forward block."""
+    """Per-layer embeddings: each layer has its own embedding of every token, which is added to the residual stream
+    after its feed-forward block."""
 
     vocab: int
-    """Tokens that have one; those of others are that of token 0."""
+    """Number of tokens with such an embedding; others use that of token 0."""
     media_token: int = 0
     """The token whose embedding stands for media."""
     width: int
     activation: Activation
-    """Of the gate that the stream gives it."""
+    """Activation of the gate, which is computed from the residual stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUp:
-    """The stream is one of several (alternating updates): blocks compute one, and predict and correct the others by it."""
+    """Alternating updates (AltUp): there are several residual streams; blocks compute one of them, from which the
+    others are predicted and corrected."""
 
     streams: int
     active: int
-    """The one that blocks compute."""
+    """Index of the stream that blocks compute."""
     scaled: bool
     """Whether what enters the others is of the active one times a learned vector."""
     laurel_rank: int
-    """Of the learned product that is added beside attention."""
+    """Rank of the learned projection that is added beside attention."""
 
     def num_parameters(self, hidden: int) -> int:
         """In each block."""
@@ -501,7 +506,7 @@ class ModelFacts:
     """Norms of the stream, or of what is added to it, in each block."""
     tie_embeddings: bool = False
     unspoken: int = 0
-    """The last tokens of the vocabulary that have embeddings only: they stand in prompts, and no logits are computed."""
+    """Number of last tokens of the vocabulary that have only embeddings: they occur in prompts and have no logits."""
     embed_scale: float | None = None
     """Multiplies embeddings, rounded to their type first."""
     embed_norm: bool = False
@@ -520,9 +525,9 @@ class ModelFacts:
     through_transformers: bool = False
     """Computed by a module of transformers (`models/through_transformers.py`)."""
     encoder: EncoderFacts | None = None
-    """What only encoders of BERT's kind have."""
+    """Facts of BERT-like encoders; None for decoders."""
     tower: TowerFacts | None = None
-    """What turns media into embeddings; None: the model takes text only, or is served for text only."""
+    """The media encoder; None: the model takes text only, or is served for text only."""
     per_layer: PerLayerInputs | None = None
     altup: AltUp | None = None
     deepstack: int = 0
@@ -556,7 +561,7 @@ class ModelFacts:
 
     @property
     def topk(self) -> int:
-        """Tokens that a query reads at most, in layers that choose them; 0: none does."""
+        """Maximum number of tokens that a query attends to in sparse attention; 0: there is none."""
         return max((mixer.sparse.topk for mixer in self.mixers if isinstance(mixer, Mla) and mixer.sparse), default=0)
 
     @property
@@ -566,7 +571,7 @@ class ModelFacts:
 
     @property
     def bidirectional(self) -> bool:
-        """Tokens see what comes after them, so a text can only be computed in one piece."""
+        """Attention is bidirectional, so a text must be computed in one piece."""
         return any(not mixer.causal for mixer in self.mixers)
 
     @property
@@ -576,8 +581,7 @@ class ModelFacts:
 
     @property
     def keys_turn(self) -> bool:
-        """Whether keys that were computed at some positions can be turned to others: those are rotated into keys or
-        nowhere."""
+        """Whether cached keys can be rotated to other positions: positions must be in rotated keys, or nowhere."""
         return self.positions is None and all(mixer.keys_turn for mixer in self.mixers)
 
     @property
@@ -588,7 +592,7 @@ class ModelFacts:
 
     @property
     def block_parameters(self) -> int:
-        """Weights of a block's norms, and of what else it has beside mixers and feed-forward."""
+        """Weights of a block apart from its mixers and feed-forward part: norms and others."""
         total = self.block_norms * self.norm.num_parameters(self.hidden)
         if self.per_layer is not None:
             total += 2 * self.hidden * self.per_layer.width + self.norm.num_parameters(self.hidden)

@@ -1,4 +1,4 @@
-"""How Qwen's Omni models hear, as their configs describe it. Read by towers and by processors."""
+"""Audio encoders of Qwen's Omni models, as their configs describe them. Read by towers and by processors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _KERNEL = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OmniHearing:
-    """An encoder over *segments* of a sound, which don't see one another; convolutions see chunks of them."""
+    """An encoder over *segments* of audio, which do not attend to one another; convolutions run over chunks of a
+    segment."""
 
     block: TowerBlockFacts
     depth: int
@@ -27,26 +28,26 @@ class OmniHearing:
     window: int
     hop: int
     seconds: float
-    """Of a sound, at most."""
+    """Maximum length of the audio, in seconds."""
     chunk: int
-    """Frames of the spectrum that one convolution sees."""
+    """Frames of the spectrum per chunk, on which convolutions run."""
     segment: int
     """Frames of a segment: a multiple of `chunk`."""
     out: int
     """Width of the language model."""
     channels: int = 0
-    """Of three convolutions over frames and bands (Qwen3-Omni); 0: there are two over frames, and pairs of tokens become one
-    position (Qwen2.5-Omni)."""
+    """Channels of three 2D convolutions over frames and bands (Qwen3-Omni); 0: two convolutions over frames, and pairs
+    of tokens become one position (Qwen2.5-Omni)."""
     activation: Activation = "gelu"
-    """Between the last two products (Qwen3-Omni)."""
+    """Activation between the last two linear layers (Qwen3-Omni)."""
 
     @property
     def bands(self) -> int:
-        """Of the spectrum behind three convolutions."""
+        """Bands of the spectrum after three convolutions."""
         return shrunk(self.mels, 3)
 
     def tokens(self, frames: int) -> int:
-        """Of the encoder, of a segment or the end of one."""
+        """Tokens of the encoder for a segment, or for the shorter last one."""
         if not self.channels:
             return shrunk(frames, 1)
         whole, rest = divmod(frames, self.chunk)
@@ -75,7 +76,7 @@ class OmniHearing:
         )
 
     def beside(self, seeing: TowerFacts) -> TowerFacts:
-        """The same of both towers."""
+        """The facts of this encoder and a vision encoder together."""
         mine = self.tower()
         return replace(
             seeing,
@@ -87,7 +88,7 @@ class OmniHearing:
 
 
 def shrunk(size: int, convolutions: int) -> int:
-    """What is left of a size behind convolutions that take every second place."""
+    """Size after convolutions with stride 2."""
     for _ in range(convolutions):
         size = (size - 1) // 2 + 1
     return size

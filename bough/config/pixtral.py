@@ -1,4 +1,4 @@
-"""Pixtral's tower, as configs describe it: images of their own shapes, patches rotated by row and column."""
+"""Pixtral's vision encoder, as configs describe it: images keep their aspect ratio, with 2D rotary positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVision:
-    """A tower of this family, and what stands behind it."""
+    """An encoder of this family and its projector."""
 
     block: TowerBlockFacts
     depth: int
@@ -31,7 +31,7 @@ class PixtralVision:
     theta: float
     image: ImageFacts
     longest: int
-    """Edge of an image, at most."""
+    """Maximum edge of an image, in pixels."""
 
     @property
     def kernel(self) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""What a pooling model returns and how: read from its config and from the module files of sentence-transformers.
+"""What a pooling model returns and how it pools, read from its config and from the module files of
+sentence-transformers.
 
 A checkpoint is a pooling model if it has an architecture without a language model head or with a classifier, a
 modules.json with a pooling module, or if `--is-embedding` is set. Other checkpoints generate text.
@@ -21,7 +22,7 @@ from bough.core.media import MediaKind
 PoolMode = Literal["cls", "last", "mean", "max", "mean_sqrt_len_tokens", "weightedmean"]
 Task = Literal["embed", "sparse", "classify"]
 Spelling = Literal["own", "lower", "plain"]
-"""What becomes of texts before they are tokenized: nothing, lower case, or lower case without punctuation."""
+"""Normalisation of texts before they are tokenized: none, lower case, or lower case without punctuation."""
 ScoreScale = Literal["identity", "sigmoid", "softmax"]
 StepActivation = Literal["identity", "tanh", "relu", "gelu", "silu", "sigmoid"]
 
@@ -61,22 +62,22 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
     family: str
     """The architecture without its ending: "Bert", "Qwen3" ..."""
     modes: tuple[PoolMode, ...] = ("cls",)
-    """How a text's tokens become one vector; several are put side by side."""
+    """How token vectors become one vector; several methods are concatenated."""
     dense: tuple[DenseFacts, ...] = ()
     normalise: bool = False
     width: int
-    """Values in a result: of an embedding, of a vocabulary, or the number of labels."""
+    """Number of values in a result: the size of an embedding, of the vocabulary, or the number of labels."""
     dimensions: tuple[int, ...] = ()
     """Sizes to which an embedding may be truncated, beside its full size."""
     any_dimension: bool = False
     """Whether it may be truncated to any size."""
     labels: tuple[str, ...] = ()
     score: ScoreScale = "identity"
-    """What makes scores of a classifier's logits."""
+    """How a classifier's logits become scores."""
     reward_head: bool = False
-    """The score is made by two layers (Qwen2's reward models)."""
+    """The score has a head of two layers (Qwen2's reward models)."""
     sparse_sum: bool = False
-    """Sparse weights are summed over the tokens, not the largest taken."""
+    """Sparse weights are summed over the tokens instead of taking the maximum."""
     sparse_log_twice: bool = False
     whole: bool = True
     """A text must be computed in one piece."""
@@ -106,14 +107,15 @@ class PoolingFacts(Struct, frozen=True, kw_only=True):
         return ", ".join(map(str, sorted({*self.dimensions, self.width})))
 
     def allows(self, dimensions: int) -> bool:
-        """The native size always; others where the model says so."""
+        """Whether an embedding may be truncated to this size: always to its native size, to others if the model allows
+        it."""
         if dimensions == self.width:
             return True
         return dimensions in self.dimensions or (self.any_dimension and 1 <= dimensions < self.width)
 
 
 class RerankTokens(Struct, frozen=True, kw_only=True):
-    """Tokens whose odds a generative reranker states its score in."""
+    """Tokens whose probabilities are the score of a generative reranker."""
 
     true_id: int
     false_id: int | None = None
@@ -126,9 +128,8 @@ def split_architecture(architecture: str) -> tuple[str, str]:
 
 
 def pooling_facts(facts: ModelFacts, path: Path, *, forced: bool = False, mode: str = "auto") -> PoolingFacts | None:
-    """How the checkpoint in `path` pools; None: it generates. `mode` overrides how tokens are pooled.
-
-    Raises `UnsupportedModel` for what sentence-transformers could do with it and we can't.
+    """How the checkpoint in `path` pools; None: it generates text. `mode` overrides the pooling method. Raises
+    `UnsupportedModel` for modules of sentence-transformers that are not supported.
     """
     family, form = split_architecture(facts.architecture)
     folder = path if path.is_dir() else path.parent
@@ -155,7 +156,7 @@ def pooling_facts(facts: ModelFacts, path: Path, *, forced: bool = False, mode: 
 
 
 def rerank_tokens(path: Path) -> RerankTokens | None:
-    """What a generative reranker's own files say about its score."""
+    """How a generative reranker's files define its score."""
     folder = path if path.is_dir() else path.parent
     found = dict(read_modules(folder)).get("LogitScore")
     if found is None:
@@ -181,7 +182,7 @@ def read_modules(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def is_dual(architecture: str) -> bool:
-    """Whether an architecture is two encoders with one space of vectors: of texts, and of images."""
+    """Whether an architecture is a dual encoder of texts and images (CLIP, SigLIP)."""
     family, form = split_architecture(architecture)
     return family in DUAL_FAMILIES and form == "Model"
 
@@ -235,7 +236,7 @@ def _embedder(
 
 
 def _dual(facts: ModelFacts, family: str, folder: Path, mode: str) -> PoolingFacts:
-    """Two encoders: of a text its last token counts, of an image what its tower gives."""
+    """A dual encoder: texts are pooled by their last token, images by the vision encoder's own pooling."""
     if mode not in ("auto", "last"):
         raise ConfigError(
             what=f"--pooling {mode} does not work with {facts.architecture}",
@@ -270,7 +271,7 @@ def _dual(facts: ModelFacts, family: str, folder: Path, mode: str) -> PoolingFac
 
 
 def _matryoshka(facts: ModelFacts, width: int) -> tuple[tuple[int, ...], bool]:
-    """Sizes that embeddings may be cut to, as the config says, and whether any will do."""
+    """Sizes that embeddings may be truncated to by the config, and whether any size is allowed."""
     stated = facts.config.get("matryoshka_dimensions")
     dimensions = tuple(int(each) for each in stated if 0 < int(each) <= width) if isinstance(stated, list) else ()
     return dimensions, bool(facts.config.get("is_matryoshka")) and not dimensions

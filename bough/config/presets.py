@@ -1,4 +1,5 @@
-"""Profiles: named sets of settings, below flags, variables and files, above the defaults."""
+"""Profiles: named sets of settings. Flags, variables and files take precedence over them, and they over the
+defaults."""
 
 from __future__ import annotations
 

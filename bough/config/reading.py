@@ -1,6 +1,5 @@
-"""What the readers of model configs share: layers' attention, windows, rotary positions and feed-forward blocks.
-
-A reader names what is special about its family and passes the rest on.
+"""Helpers shared by the readers of model configs: attention, windows, rotary positions and feed-forward blocks. A
+reader states what is special about its family; these functions read the rest.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
     "xielu": "xielu",
 }
 Windows = tuple[int | None, ...]
-"""By layer: how many tokens a query sees; None: all."""
+"""Per layer: number of tokens that a query sees; None: all."""
 Ropes = tuple[RopeFacts | None, ...]
-"""By layer: how positions are rotated; None: not at all."""
+"""Per layer: rotary positions; None: none."""
 
 
 def decoder(
@@ -77,7 +76,7 @@ def decoder(
 
 
 _MOST_LAYERS: Final = 10_000
-"""Facts are lists of layers: a config that says more is broken, and would fill memory."""
+"""Raises `ConfigError` for more layers than any model has: the facts are lists of layers, and would fill memory."""
 
 
 def num_layers(fields: Fields) -> int:
@@ -102,7 +101,7 @@ def layer_norm(fields: Fields, *keys: str, bias: bool = True, offset: float = 0.
 
 
 def head_dim(fields: Fields, default: int | None = None) -> int:
-    """The width of a head; by default the model's width over its heads."""
+    """The head dimension; by default the hidden size divided by the number of heads."""
     if default is None:
         default = max(fields.count("hidden_size") // fields.count("num_attention_heads"), 1)
     return fields.count("head_dim", default=default)
@@ -129,8 +128,8 @@ def gqa(
 
 
 def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True, eps: float = 1e-6) -> list[Mla]:
-    """Attention over latents, the same in every layer, with DeepSeek's names. `rotated`: whether positions are. `eps`: of
-    norms, where the config names none."""
+    """Multi-head latent attention (MLA), the same in every layer, with DeepSeek's names. `rotated`: whether positions
+    are. `eps`: of norms, where the config names none."""
     if "q_lora_rank" not in fields.raw:
         raise ConfigError(
             what="the model's config has no q_lora_rank",
@@ -170,9 +169,9 @@ def mla(fields: Fields, *, rotated: bool = True, interleaved: bool = True, eps: 
 def sparse(
     fields: Fields, mixers: Sequence[Mla], indexers: Sequence[bool], *, heads: int, interleaved: bool
 ) -> list[Mla]:
-    """Attention over latents in which queries read the tokens alone that an indexer chooses. `indexers`: by layer, whether
-    it has one, or takes the choice of the layer before. `heads`: of an indexer, where the config names none. `interleaved`:
-    how it rotates."""
+    """MLA with sparse attention: queries attend only to the tokens that an indexer chooses. `indexers`: by layer,
+    whether it has one, or takes the choice of the layer before. `heads`: of an indexer, where the config names none.
+    `interleaved`: how it rotates."""
     indexer = Indexer(
         num_heads=fields.count("index_n_heads", default=heads),
         head_dim=fields.count("index_head_dim", default=128),
@@ -198,7 +197,8 @@ def sparse(
 
 
 def is_causal(fields: Fields) -> bool:
-    """False for decoders that were trained to look both ways (embedders made of decoders are)."""
+    """Whether attention is causal: False for decoders that were trained with bidirectional attention (some
+    embedders)."""
     return not fields.flag("use_bidirectional_attention") and fields.any("is_causal") is not False
 
 
@@ -266,8 +266,8 @@ def state_rope(fields: Fields) -> None:
 
 
 def same_rope(fields: Fields, width: int, *, theta: float = 10_000.0, stated: bool = False, **options: Any) -> Ropes:
-    """All layers rotate alike. `width`: of a head; `theta`: the base where the config names none. `stated`: the config
-    must say how contexts are stretched."""
+    """The same rotary positions in all layers. `width`: of a head; `theta`: the base where the config names none.
+    `stated`: the config must say how contexts are stretched."""
     if stated:
         state_rope(fields)
     facts = rope_facts(fields, width, default_theta=theta, layer_type="full_attention", **options)
@@ -277,14 +277,14 @@ def same_rope(fields: Fields, width: int, *, theta: float = 10_000.0, stated: bo
 def ropes_by_window(
     fields: Fields, width: int, windows: Windows, *, theta: float = 10_000.0, theta_local: float, **options: Any
 ) -> Ropes:
-    """Layers with a window rotate in a way of their own."""
+    """Layers with a window have their own rotary positions."""
     wide = rope_facts(fields, width, default_theta=theta, layer_type="full_attention", **options)
     local = rope_facts(fields, width, default_theta=theta_local, layer_type="sliding_attention", **options)
     return tuple(wide if window is None else local for window in windows)
 
 
 def only_in_windows(ropes: Ropes, windows: Windows) -> Ropes:
-    """The same, without rotation in layers that see everything."""
+    """The same, without rotary positions in layers without a window."""
     return tuple(None if window is None else rope for rope, window in zip(ropes, windows, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What is known of the machine and of the checkpoint when settings are decided, before any weight is loaded."""
+"""Facts about the machine and the checkpoint from which settings are decided, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class MachineFacts:
     fastest_dtype: DType = "bfloat16"
     """The type with the fastest matrix product (measured, on CPUs)."""
     attention_backends: tuple[str, ...] = ("torch",)
-    """What works here, best first."""
+    """Backends that work on this machine, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlanFacts:
-    """What a checkpoint's config and headers say. Counts are of the whole model, not of one rank."""
+    """Facts from a checkpoint's config and headers. Counts are for the whole model, not for one rank."""
 
     name: str
     """As given on the command line; empty: the default model."""
@@ -46,13 +46,13 @@ class ModelPlanFacts:
     packed_bytes: int = 0
     """Bytes of weights that stay quantized."""
     packed_params: int = 0
-    """Number of parameters of those weights, in case that they are dequantized on load."""
+    """Number of parameters of those weights, for the case that they are dequantized on load."""
     quantization: Quantization | Literal[""] = ""
     """How the weights are quantized."""
     weight_format: str = ""
     """The quantization in a few words."""
     kv_format: Literal["", "fp8_e4m3"] = ""
-    """What the checkpoint has scales for, of cached keys and values."""
+    """The KV cache type for which the checkpoint has scales."""
     kv_values_per_token: int
     """Keys and values of one token in all layers."""
     num_kv_heads: int
@@ -66,11 +66,11 @@ class ModelPlanFacts:
     vocab_size: int
     kv_page_multiple: int = 1
     no_kv_codes: str = ""
-    """Why its keys and values can't be kept in whole numbers; empty: they can."""
+    """Why its KV cache can't be quantized to integers; empty: it can."""
     topk: int = 0
-    """Tokens that a query reads at most, in layers that choose them; 0: none does."""
+    """Maximum number of tokens that a query attends to in sparse attention; 0: there is none."""
     tower: TowerFacts | None = None
-    """What turns media into embeddings, if the model does."""
+    """The media encoder, if the model has one."""
     weight_share: float | None = None
     """Share of all weights on the rank with the most; None: an equal part."""
     kv: Callable[[int, int], KvPlan] | None = None
@@ -83,8 +83,8 @@ class ModelPlanFacts:
     state_layer_values: int = 0
     """Of these, values of the largest layer."""
     draft_values: int = 0
-    """Values that layers with a state keep per draft until it is known to be right."""
+    """Values that recurrent layers keep per draft until it is accepted or rejected."""
     tapped_values: int = 0
-    """Values of a token that are kept beside the stream, for what drafts from them."""
+    """Values per token that are kept beside the residual stream for the draft heads."""
     most_draft_steps: int | None = None
-    """Drafts that what drafts on the device can make; None: any number."""
+    """Maximum number of drafts of the draft model; None: any number."""

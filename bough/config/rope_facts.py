@@ -25,7 +25,7 @@ _NEEDS: Final[dict[RopeKind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeFacts:
-    """One way to rotate. Hashable, so that layers that rotate alike share one table."""
+    """Parameters of rotary positions. Hashable, so that layers with equal parameters share one table."""
 
     kind: RopeKind
     theta: float
@@ -45,17 +45,19 @@ class RopeFacts:
     attention_factor: float | None = None
     truncate: bool = True
     share: float = 1.0
-    """Of "proportional": this part of the pairs turns, as fast as if all did; the others stand still."""
+    """For "proportional": the share of pairs that are rotated, with the frequencies they would have if all were."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
-    """Neighbouring values of a head make a pair, (2i, 2i + 1); otherwise one of each half, (i, i + rotary_dim / 2)."""
+    """Adjacent values of a head form a pair, (2i, 2i + 1); otherwise one value of each half, (i, i + rotary_dim /
+    2)."""
     backwards: bool = False
-    """Pairs turn the other way."""
+    """Pairs are rotated in the opposite direction."""
     sections: tuple[int, ...] = ()
-    """Frequencies that turn by each axis of a position (mrope: time, height, width); empty: positions have one axis."""
+    """Number of frequencies for each axis of a position (mrope: time, height, width); empty: positions have one
+    axis."""
     sections_take_turns: bool = False
-    """Axes alternate from frequency to frequency, as long as each has any; otherwise sections lie one behind the other."""
+    """Axes alternate from one frequency to the next while each has any left; otherwise sections are contiguous."""
 
     @property
     def max_context(self) -> int:

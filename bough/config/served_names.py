@@ -12,6 +12,7 @@ def served_names(setting: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def with_own_name(setting: str, own: str) -> str:
-    """The setting, with the model's own name first if it has only patterns: these are no names to answer with."""
+    """The setting, with the model's own name first if it has only patterns, which can't be used as a name in
+    answers."""
     names, patterns = served_names(setting)
     return ",".join((*(names or (own,)), *patterns))

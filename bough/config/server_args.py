@@ -53,11 +53,11 @@ class Loaded:
     origins: Mapping[str, str]
     """Setting -> "--flag", "BOUGH_X", the file's name or the profile; unset ones are absent."""
     notes: tuple[str, ...]
-    """Sentences worth telling the user."""
+    """Messages for the user, for example about aliases."""
 
 
 def _spread_speculative_config(values: dict[str, Value], origins: dict[str, str]) -> None:
-    """Settings that vLLM's --speculative-config stands for, where they are not given themselves."""
+    """Settings from vLLM's --speculative-config that are not given explicitly."""
     text = values.get("speculative_config")
     if isinstance(text, str) and text:
         origin = origins["speculative_config"]
@@ -67,7 +67,7 @@ def _spread_speculative_config(values: dict[str, Value], origins: dict[str, str]
 
 
 def _attention_replicas(values: dict[str, Value], origins: dict[str, str]) -> list[str]:
-    """`--dp-size` as SGLang means it with `--enable-dp-attention`. Returns what there is to say about it."""
+    """Applies SGLang's meaning of `--dp-size` with `--enable-dp-attention`. Returns messages for the user."""
     count = values.get("dp_size", 1)
     if not values.get("enable_dp_attention") or "attn_dp_size" in values or count == 1:
         return []

@@ -1,8 +1,7 @@
-"""What becomes of SGLang's flags: those that act here, those that are taken for another setting, and those that are refused.
-
-A flag of SGLang's that is a setting here, or an alias of one, acts; nothing in this file is about it, so that a setting that
-is added takes over from the refusal below by itself. The others are looked up here, for command lines, files and keyword
-arguments alike. Nothing is read and ignored: what changes nothing says so.
+"""How SGLang's flags are treated: supported, translated to another setting, or refused. A flag that is a setting here,
+or an alias of one, is supported and does not depend on this file: if a setting is added, it takes precedence over a
+refusal below. All other flags are looked up here, for command lines, files and keyword arguments. No flag is ignored
+silently: one that changes nothing is logged as such.
 """
 
 from __future__ import annotations
@@ -52,33 +51,33 @@ _MIB: Final = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """A flag that is taken for another setting, or asks for what happens anyway."""
+    """A flag that is translated to another setting, or that has no effect."""
 
     said: str
     """Message for the user."""
     target: str = ""
-    """The setting; empty: it asks for what happens anyway."""
+    """The setting; empty: the flag has no effect."""
     is_switch: bool = False
     values: Mapping[str, object] = field(default_factory=dict)
-    """Its values and the setting's, where it has a few only."""
+    """Its values and the corresponding values of the setting, if it has a fixed set of values."""
     read: Callable[[str], object] = str
-    """Its value as the setting's, else. Raises ValueError."""
+    """Otherwise: converts its value to the setting's. Raises ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A flag that asks for what is not here."""
+    """A flag of a feature that does not exist here."""
 
     why: str
     fix: str
     is_switch: bool
     default: str
-    """The value that asks for nothing; empty: none does."""
+    """The default value, with which the flag is accepted; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a flag of SGLang's comes to."""
+    """The result for one SGLang flag."""
 
     said: str
     target: str = ""

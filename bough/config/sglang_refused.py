@@ -1,7 +1,7 @@
 """SGLang's flags that are refused here, by reason. `name` is a switch, `name=VALUE` takes a value and has that default.
 
-A flag at its default asks for nothing and is let through; `name=` has no value that does so. As of SGLang 0.5.23, with names
-of some releases before it.
+A flag with its default value is accepted; `name=` has no default. As of SGLang 0.5.23, with names of some releases
+before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "no model with an encoder of its own is served yet",
+        "media encoders run in the engine: they are not served separately",
         "leave it out",
         """
         encoder_only language_only language_model_only encoder_transfer_backend=auto encoder_urls=
@@ -205,7 +205,7 @@ REFUSALS: Final = (
         """,
     ),
     Refusal(
-        "models with a recurrent state are not served yet",
+        "recurrent states are kept in one way, in float32",
         "leave it out",
         """
         mamba_backend=triton mamba_ssm_dtype= mamba_max_states_per_path=-1 enable_mamba_cache_stochastic_rounding

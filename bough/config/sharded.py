@@ -19,7 +19,7 @@ VERSION: Final = 1
 
 
 class ShardedTensor(Struct):
-    """A tensor of the checkpoint that was cut, as a whole."""
+    """A tensor of the original checkpoint."""
 
     kind: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def layout_fields(layout: Layout) -> dict[str, int]:
 
 
 def read_manifest(path: Path) -> Shards | None:
-    """That of a directory; None: it is an ordinary checkpoint. Raises `ConfigError` for one that can't be read."""
+    """The manifest of a directory; None: it is an ordinary checkpoint. Raises `ConfigError` if it can't be read."""
     file = path / MANIFEST
     if not file.exists():
         return None

@@ -1,6 +1,5 @@
-"""Which part of a model each rank holds: pure arithmetic, by which layers are cut and memory is planned.
-
-What divides is split evenly. What does not is split unevenly: ranks then differ by a head, or by a few inner units.
+"""Which part of a model each rank holds: pure arithmetic, used to shard layers and to plan memory. Dimensions that
+divide are split evenly. Others are split unevenly: ranks then differ by one head, or by a few intermediate units.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def head_share(num_heads: int, num_kv_heads: int, size: int, rank: int) -> HeadS
 
 
 def width(part: slice) -> int:
-    """How much a part is."""
+    """Size of the part."""
     return int(part.stop) - int(part.start)
 
 
@@ -172,7 +171,7 @@ def stage_layers(num_layers: int, num_stages: int, stage: int, sizes: Sequence[i
 
 
 def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
-    """Weights that a rank holds, by arithmetic on shapes."""
+    """Number of weights that a rank holds, computed from shapes."""
     stage = layout.place(rank)["pp"]
     rows = -(-facts.vocab // layout.heads)
     total = facts.end_parameters(rows=rows) if stage in (0, layout.pp - 1) else 0
@@ -191,7 +190,7 @@ def rank_parameters(facts: ModelFacts, layout: Layout, rank: int) -> int:
 
 
 def rank_kv_values(facts: ModelFacts, layout: Layout, rank: int) -> int:
-    """Values that a token leaves in a rank's KV cache, on average where ranks share the tokens of a sequence."""
+    """Values per token in a rank's KV cache; the average if ranks share the tokens of a sequence."""
     held = _held_layers(facts, layout, rank)
     values = sum(sum(rank_mixer(mixer, layout, rank).planes) for layer in held for mixer in layer.kv_mixers)
     return -(-values // layout.cp)
@@ -210,14 +209,14 @@ def rank_states(facts: ModelFacts, layout: Layout, rank: int) -> list[StateMixer
 
 
 def rank_kv_vectors(facts: ModelFacts, layout: Layout, rank: int) -> int:
-    """Heads' keys and heads' values among those, counted as vectors."""
+    """The same, counted as key and value vectors, one per head."""
     held = _held_layers(facts, layout, rank)
     vectors = sum(kv_vectors(rank_mixer(mixer, layout, rank)) for layer in held for mixer in layer.kv_mixers)
     return -(-vectors // layout.cp)
 
 
 def kv_vectors(mixer: Mixer) -> int:
-    """Vectors that a token leaves in the KV cache: one for each head, in keys and in values."""
+    """Vectors per token in the KV cache: one per head, for keys and for values."""
     return len(mixer.planes) * mixer.num_kv_heads
 
 
@@ -227,12 +226,12 @@ def _held_layers(facts: ModelFacts, layout: Layout, rank: int) -> list[LayerFact
 
 
 def largest_share(facts: ModelFacts, layout: Layout) -> float:
-    """The largest part of the weights that a rank holds: it must fit."""
+    """The largest share of the weights on one rank, which must fit into memory."""
     return max(rank_parameters(facts, layout, rank) for rank in range(layout.size)) / facts.num_parameters()
 
 
 def uneven_heads(facts: ModelFacts, layout: Layout) -> str:
-    """A sentence about heads that ranks hold unequal numbers of; empty: there are none."""
+    """A sentence for the log if ranks have unequal numbers of heads; otherwise empty."""
     for mixer in facts.mixers:
         held = [rank_mixer(mixer, layout, rank).num_heads for rank in range(layout.tp)]
         if max(held) != min(held):

@@ -1,4 +1,4 @@
-"""What speculative decoding comes to for a configuration: how many drafts a request and a step may have. Pure."""
+"""Numbers of drafts per request and per step for a configuration. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from bough.config.draft_defaults import DraftDefault, draft_default
 from bough.core.errors import ConfigError
 
 MOST_DRAFT_TOKENS = 64
-"""Query tokens of a row that verifies drafts, its newest token included."""
+"""Maximum number of tokens per row that a step verifies, including the newest token."""
 STEP_DRAFTS = {"cuda": 512, "cpu": 128}
-"""Drafts of all rows of a step at most, by device: beyond, products take as long as drafts would save."""
+"""Maximum number of drafts of all rows of a step, by device: with more, matrix products take as long as drafts save."""
 ON_DEVICE: Final[frozenset[SpeculativeAlgorithm]] = frozenset(
     {"STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "MEDUSA", "DFLASH"}
 )
-"""Algorithms whose drafts are computed beside the model."""
+"""Algorithms whose drafts are computed on the device."""
 KEEPS_KV: Final[frozenset[SpeculativeAlgorithm]] = ON_DEVICE - {"MEDUSA"}
-"""Those that keep KV of their own, beside the model's."""
+"""Algorithms with their own KV cache."""
 TREES: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"EAGLE", "EAGLE3", "NEXTN", "MEDUSA"})
-"""Those whose drafts may form trees."""
+"""Algorithms whose drafts can form trees."""
 WINDOWED: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"STANDALONE", "EAGLE", "EAGLE3"})
-"""Those whose own attention may be kept to the newest tokens."""
+"""Algorithms whose attention can be limited to the newest tokens."""
 _TREE_TOKENS: Final = 16
-"""Of a tree, verified in a step, unless it has fewer nodes."""
+"""Tokens of a tree that a step verifies, unless it has fewer nodes."""
 _ANY_STEPS: Final = 4
-"""Drafts of what has no entry in `DRAFT_DEFAULTS`, as long as its checkpoint was not read."""
+"""Number of drafts of an algorithm without an entry in `DRAFT_DEFAULTS`, before its checkpoint has been read."""
 _METHODS: Final[dict[str, SpeculativeAlgorithm]] = {
     "ngram": "NGRAM", "suffix": "SUFFIX", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3",
     "medusa": "MEDUSA", "dflash": "DFLASH", "mtp": "NEXTN", "deepseek_mtp": "NEXTN", "glm4_moe_mtp": "NEXTN",
@@ -37,14 +37,14 @@ _METHODS: Final[dict[str, SpeculativeAlgorithm]] = {
 
 
 class _Entry(NamedTuple):
-    """An entry of vLLM's object."""
+    """A field of vLLM's object."""
 
     setting: str
     kind: type[int] | type[float] | type[str] = int
     more: int = 0
-    """Added to it: a row's newest token counts here, and does not count there."""
+    """Added to its value: vLLM does not count the newest token, bough does."""
     algorithms: frozenset[SpeculativeAlgorithm] | None = None
-    """Those that it says something about; None: all."""
+    """Algorithms to which it applies; None: all."""
 
 
 _NGRAM: Final[frozenset[SpeculativeAlgorithm]] = frozenset({"NGRAM"})
@@ -95,18 +95,18 @@ def _bad_config(origin: str, what: str, why: str) -> ConfigError:
 
 
 class DraftNumbers(NamedTuple):
-    """How drafts are made on the device."""
+    """Numbers of drafts of an algorithm that drafts on the device."""
 
     steps: int
     topk: int
     tokens: int
-    """Of a row, verified in a step: its newest one and drafts."""
+    """Tokens per row that a step verifies: the newest one and its drafts."""
     because: str
 
 
 def draft_numbers(config: SpeculativeConfig, most: int | None = None, architecture: str = "") -> DraftNumbers:
-    """Of an algorithm that drafts on the device. `most`: drafts, one behind the other, that it can make; None: any number.
-    `architecture`: of the target model, if it is known.
+    """The numbers for an algorithm that drafts on the device. `most`: maximum number of successive drafts; None: any
+    number. `architecture`: of the target model, if it is known.
 
     Raises `ConfigError` for numbers that contradict one another.
     """
@@ -124,7 +124,7 @@ def draft_numbers(config: SpeculativeConfig, most: int | None = None, architectu
 
 
 def _chain(config: SpeculativeConfig, most: int | None, usual: DraftDefault | None) -> DraftNumbers:
-    """Each draft follows the one before it."""
+    """The numbers for a chain of drafts."""
     steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
     if steps is not AUTO and tokens is not AUTO and tokens != steps + 1:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _chain(config: SpeculativeConfig, most: int | None, usual: DraftDefault | No
 
 
 def _tree(config: SpeculativeConfig, topk: int, most: int | None, usual: DraftDefault | None) -> DraftNumbers:
-    """Of the nodes that are looked at, the likeliest are kept."""
+    """The numbers for a tree, whose most likely nodes are verified."""
     method = config.speculative_algorithm
     if method not in TREES:
         raise ConfigError(
@@ -178,7 +178,7 @@ def _tree(config: SpeculativeConfig, topk: int, most: int | None, usual: DraftDe
 
 
 def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:
-    """`speculative_num_draft_tokens` where it is left open, and why."""
+    """The value of an `auto` `speculative_num_draft_tokens`, with the reason."""
     if config.speculative_algorithm == "none":
         return 1, "there are no drafts"
     if config.speculative_algorithm in ON_DEVICE:
@@ -190,7 +190,7 @@ def draft_tokens(config: SpeculativeConfig) -> tuple[int, str]:
 
 
 def drafts_of_row(config: SpeculativeConfig) -> int:
-    """Drafts that a row may have in a step; 0: there are none."""
+    """Maximum number of drafts per row and step; 0: no speculative decoding."""
     if config.speculative_algorithm == "none":
         return 0
     asked = config.speculative_num_draft_tokens
@@ -198,5 +198,5 @@ def drafts_of_row(config: SpeculativeConfig) -> int:
 
 
 def drafts_of_step(config: SpeculativeConfig, device: str, num_rows: int) -> int:
-    """Drafts that all rows of a step may have together."""
+    """Maximum number of drafts of all rows of a step."""
     return min(drafts_of_row(config) * num_rows, STEP_DRAFTS[device])

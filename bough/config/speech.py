@@ -1,4 +1,4 @@
-"""What a checkpoint says about transcribing: Whisper's marks, languages and rules."""
+"""Facts of a Whisper checkpoint: special tokens, languages and decoding rules."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ OTHER_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechFacts:
-    """The marks of a Whisper, as token ids."""
+    """Ids of Whisper's special tokens."""
 
     start: int
     """Begins a transcript."""
     end: int
-    """Ends it; ids of text are below."""
+    """Ends a transcript; ids of text tokens are smaller."""
     previous: int | None
-    """Stands before the text that came before."""
+    """Precedes the previous text in a prompt."""
     no_timestamps: int
-    """Says that a transcript has none. Timestamps follow it in the vocabulary."""
+    """Requests a transcript without timestamps. Timestamp tokens follow it in the vocabulary."""
     languages: Mapping[str, int]
-    """Code -> mark. Empty: the model knows English only, and has no marks for tasks either."""
+    """Language code -> token. Empty: the model is English only, and has no task tokens either."""
     tasks: Mapping[str, int]
     suppress: tuple[int, ...]
     suppress_first: tuple[int, ...]
@@ -62,7 +62,7 @@ class SpeechFacts:
 
     @property
     def no_speech(self) -> int:
-        """What the model expects first in silence."""
+        """The token that predicts silence."""
         return self.no_timestamps - 1
 
     @property
@@ -83,8 +83,8 @@ class SpeechFacts:
 def read_speech(
     config: Mapping[str, Any], generation: Mapping[str, Any], id_of: Callable[[str], int | None]
 ) -> SpeechFacts | None:
-    """Of a checkpoint's config and generation config; `id_of` looks tokens up, for files that don't name them. None: it is
-    no Whisper. Raises `ConfigError` if a mark is missing."""
+    """Reads a checkpoint's config and generation config; `id_of` looks up tokens that these files do not name. None: it
+    is not a Whisper model. Raises `ConfigError` if a special token is missing."""
     fields = Fields(config)
     if fields.architecture() != ARCHITECTURE:
         return None

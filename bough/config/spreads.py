@@ -1,5 +1,5 @@
-"""Ways of spreading a model over a number of GPUs that make sense: what a simulation compares, and `--auto-parallel` chooses
-from."""
+"""Sensible ways to distribute a model over a number of GPUs, which `bough simulate` compares and `--auto-parallel`
+chooses from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spread:
 
     @property
     def flags(self) -> str:
-        """As they are typed; those that are 1 left out."""
+        """As command-line flags, without those that are 1."""
         layout = self.layout
         named = {
             "--tp-size": layout.tp, "--pp-size": layout.pp, "--attn-dp-size": layout.dp, "--attn-cp-size": layout.cp,
@@ -38,8 +38,8 @@ class Spread:
 
 
 def spreads(facts: ModelFacts, ranks: int, per_machine: int) -> list[Spread]:
-    """For exactly `ranks` GPUs, `per_machine` of which are on each machine. Layers are split within a machine; between
-    machines there are stages, replicas, or experts."""
+    """The ways for exactly `ranks` GPUs, `per_machine` on each machine. Tensor parallelism stays within a machine;
+    machines are combined by stages, replicas, or experts."""
     return [each for each in _tried(facts, ranks, per_machine) if _is_possible(facts, each.layout)]
 
 

@@ -1,4 +1,4 @@
-"""Mixers that keep a state of each request instead of something of each token."""
+"""Recurrent mixers: they keep one state per request instead of KV per token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class KeepsState:
-    """What all of them have in common: they keep nothing of single tokens, and know no positions."""
+    """Common facts: they have no KV cache and use no positions."""
 
     __slots__ = ()
 
@@ -20,19 +20,19 @@ class KeepsState:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of what is kept of a request, in float32."""
+        """Shapes of a request's state, in float32."""
         raise NotImplementedError
 
     @property
     def state_values(self) -> int:
-        """Numbers of a request's state."""
+        """Number of values of a request's state."""
         return sum(math.prod(shape) for shape in self.state_shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2(KeepsState):
-    """Of all tokens before, each head keeps a matrix, which decays by a rate and to which each token adds a product of two
-    vectors. Inputs and vectors first pass a short convolution over the last tokens."""
+    """Mamba 2: each head keeps a matrix, which decays at a rate and to which each token adds an outer product. Inputs
+    first pass a short convolution over the last tokens."""
 
     num_heads: int
     head_dim: int
@@ -72,12 +72,12 @@ class Mamba2(KeepsState):
 
     @property
     def input_values(self) -> int:
-        """Numbers that the recurrence takes of a token: what the convolution does, and a step by head."""
+        """Values per token that the recurrence reads: those of the convolution, and one step size per head."""
         return self.channels + self.num_heads
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
+        """The state of a request: the last inputs of the convolution, and the matrices of the heads."""
         return (self.channels, self.conv_width - 1), (self.num_heads, self.head_dim, self.state_dim)
 
     def num_parameters(self, hidden: int) -> int:
@@ -90,13 +90,13 @@ class Mamba2(KeepsState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba(KeepsState):
-    """Of all tokens before, each channel keeps a vector, whose numbers decay each by a rate of its own. Inputs first pass a
-    short convolution over the last tokens; from them steps and the vectors B and C are made."""
+    """Mamba 1: each channel keeps a vector, each value of which decays at its own rate. Inputs first pass a short
+    convolution over the last tokens; step sizes and the vectors B and C are computed from its output."""
 
     inner: int
     """Channels."""
     state_dim: int
-    """Numbers that a channel keeps; the width of B and C."""
+    """State size of a channel; the width of B and C."""
     step_rank: int
     """Steps of all channels are made from this many values."""
     conv_width: int
@@ -123,7 +123,7 @@ class Mamba(KeepsState):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the last inputs of the convolution, and the channels' vectors."""
+        """The state of a request: the last inputs of the convolution, and the vectors of the channels."""
         return (self.inner, self.conv_width - 1), (self.inner, self.state_dim)
 
     def num_parameters(self, hidden: int) -> int:
@@ -136,12 +136,12 @@ class Mamba(KeepsState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDelta(KeepsState):
-    """A gated delta net: of all tokens before, each value head keeps a matrix, which decays and which each token corrects at
-    its key. Queries, keys and values first pass a short convolution over the last tokens."""
+    """Gated delta net: each value head keeps a matrix, which decays and which each token corrects at its key. Queries,
+    keys and values first pass a short convolution over the last tokens."""
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads: each of those serves as many neighbours."""
+    """A multiple of the number of key heads, each of which is shared by consecutive value heads."""
     key_dim: int
     value_dim: int
     """Widths of a head."""
@@ -189,7 +189,7 @@ class GatedDelta(KeepsState):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the last inputs of the convolution, and the heads' matrices."""
+        """The state of a request: the last inputs of the convolution, and the matrices of the heads."""
         return (
             (self.channels, self.conv_width - 1),
             (self.num_value_heads, self.key_dim, self.value_dim),
@@ -204,7 +204,7 @@ class GatedDelta(KeepsState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv(KeepsState):
-    """A short convolution of each channel over the last tokens, between two gates, is all that a layer sees of them."""
+    """LFM2: a short gated convolution of each channel over the last tokens."""
 
     channels: int
     conv_width: int
@@ -226,7 +226,7 @@ class ShortConv(KeepsState):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the last inputs of the convolution."""
+        """The state of a request: the last inputs of the convolution."""
         return ((self.channels, self.conv_width - 1),)
 
     def num_parameters(self, hidden: int) -> int:
@@ -236,8 +236,8 @@ class ShortConv(KeepsState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lightning(KeepsState):
-    """Attention without a softmax (lightning attention): of all tokens before, each head keeps the sum of products of their
-    keys and values, which decays by a rate that is the head's own and the same for all tokens."""
+    """Linear attention without a softmax (lightning attention): each head keeps the sum of outer products of keys and
+    values, which decays at a fixed rate per head."""
 
     num_heads: int
     head_dim: int
@@ -264,7 +264,7 @@ class Lightning(KeepsState):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """What is kept of a request: the heads' matrices."""
+        """The state of a request: the matrices of the heads."""
         return ((self.num_heads, self.head_dim, self.head_dim),)
 
     def num_parameters(self, hidden: int) -> int:
@@ -272,4 +272,4 @@ class Lightning(KeepsState):
 
 
 StateMixer = GatedDelta | Lightning | Mamba | Mamba2 | ShortConv
-"""Keeps a state: of all tokens together."""
+"""Mixers with a recurrent state."""

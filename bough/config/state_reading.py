@@ -1,4 +1,4 @@
-"""What the readers of configs with layers of Mamba's kind share."""
+"""Helpers shared by the readers of configs with Mamba-like layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SILU: Final = {"silu": None, "swish": None}
 KINDS: Final = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
 """Names of kinds of layers in configs, old and new."""
 UNBOUNDED_CONTEXT: Final = 131_072
-"""Tokens of a context where a config states no limit, as nothing in the model has one."""
+"""Context length if a config states none; the model itself has no limit."""
 
 
 def mamba2(fields: Fields, *, inner: int | None = None, norm_eps: float | None, **extra: Any) -> Mamba2:
@@ -93,7 +93,7 @@ def check_silu(fields: Fields, *keys: str) -> None:
 
 
 def _step_limits(fields: Fields) -> tuple[float, float] | None:
-    """What steps are clamped to; None: they are positive, and that is all."""
+    """Limits of the step sizes; None: they are only positive."""
     stated = fields.any("time_step_limit", "mamba_dt_limit")
     if stated is None:
         return None

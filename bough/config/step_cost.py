@@ -25,7 +25,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One GPU, its machine, and the network between machines. Rates are sustained ones."""
+    """One GPU, its machine, and the network between machines. Rates are sustained rates."""
 
     name: str
     memory_bytes: int
@@ -35,9 +35,9 @@ class Hardware:
     fp8_operations_s: float
     """Operations a second of matrix products in FP8."""
     link_bytes_s: float
-    """To the other GPUs of a machine, in one direction."""
+    """Bytes per second to the other GPUs of a machine, in one direction."""
     net_bytes_s: float
-    """To other machines, in one direction, of one GPU."""
+    """Bytes per second and GPU to other machines, in one direction."""
     per_machine: int = 8
 
 
@@ -70,7 +70,7 @@ HARDWARE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What is reached of the rates, and what is paid besides."""
+    """Share of the rates that is reached, and fixed costs."""
 
     read_share: float = 1.0
     compute_share: float = 1.01
@@ -80,11 +80,11 @@ class Constants:
     expert_read_share: float = 0.829
     expert_compute_share: float = 0.385
     layer_s: float = 13e-6
-    """Of small kernels, in each layer."""
+    """Seconds per layer of small kernels."""
     step_s: float = 100e-6
-    """Of sampling, of inputs and of the host, in each step."""
+    """Seconds per step of sampling, inputs and the host."""
     row_s: float = 1.02e-6
-    """Of sampling, per row."""
+    """Seconds per row of sampling."""
     eager_layer_s: float = 100e-6
     """Seconds of launches per layer of a step that has more tokens than `graph_tokens`."""
     graph_tokens: int = 512
@@ -94,7 +94,7 @@ class Constants:
     net_s: float = 25e-6
     """Seconds of a collective between machines, at least."""
     imbalance: float = 1.2
-    """What the busiest rank has to do with experts, against the mean."""
+    """Expert load of the busiest rank, relative to the mean."""
 
 
 FITTED = Constants()
@@ -106,9 +106,9 @@ class StepLoad:
 
     tokens: int
     rows: int
-    """That sample."""
+    """Rows that sample."""
     read_tokens: int
-    """KV that rows read, each of its whole context."""
+    """KV tokens that rows read, each for its whole context."""
     pairs: float
     """Queries times the keys that each sees."""
 
@@ -124,11 +124,11 @@ NO_LOAD = StepLoad(tokens=0, rows=0, read_tokens=0, pairs=0.0)
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of the slowest stage."""
+    """Cost of a step on the slowest pipeline stage."""
 
     stage_s: float
     hop_s: float
-    """From one stage to the next."""
+    """Seconds to send activations from one stage to the next."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class FleetModel:
     layout: Layout
     hardware: Hardware
     weight_bytes: float = 2.0
-    """Of a weight: 2, or 1 in FP8."""
+    """Bytes per weight: 2, or 1 in FP8."""
     kv_bytes: float = 2.0
     constants: Constants = FITTED
 
     @cached_property
     def _stages(self) -> list[list[tuple[LayerFacts, int]]]:
-        """By stage: layers of a kind, and how many."""
+        """Per stage: kinds of layers, with their number."""
         made = []
         for stage in range(self.layout.pp):
             held = stage_layers(self.facts.num_layers, self.layout.pp, stage, self.layout.stage_sizes)
@@ -168,7 +168,7 @@ class FleetModel:
         return int(free / (values * self.kv_bytes))
 
     def cost(self, loads: Sequence[StepLoad]) -> StageCost:
-        """`loads`: of all replicas of attention, which run a step together."""
+        """The cost of a step. `loads`: one per replica of attention; they run a step together."""
         widest = max(loads, key=lambda load: load.tokens)
         if not widest.tokens:
             return StageCost(0.0, 0.0)
@@ -238,7 +238,7 @@ class FleetModel:
 
     @staticmethod
     def _seen(mixer: Mixer, load: StepLoad) -> float:
-        """The part of keys that a window, or a choice, leaves for a mean row."""
+        """Share of keys that a window or sparse attention leaves for an average row."""
         most = mixer.window if isinstance(mixer, Gqa) else None
         if isinstance(mixer, Mla) and mixer.sparse is not None:
             most = mixer.sparse.topk

@@ -1,4 +1,4 @@
-"""What steps, caches and weights of a configuration take on one rank: the inputs of the memory plan. Pure arithmetic."""
+"""Memory of steps, caches and weights on one rank: the inputs of the memory plan. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bough.core.kv import Grows, KvGroup, KvLayout
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_CODE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-"""Of keys and values that are kept in whole numbers, by --kv-cache-dtype."""
+"""Bits per value of an integer KV cache, by --kv-cache-dtype."""
 _RANGE_BYTES = 4
-"""Of the scale and the lowest number of a head's key, or value, that is kept so."""
+"""Bytes of the scale and the minimum of one head's key or value in an integer KV cache."""
 GRAPH_BYTES_PER_SIZE = 24 * MIB
-"""What a captured graph keeps, beyond the buffers that all of them share."""
+"""Memory of a captured graph, beyond the buffers that all graphs share."""
 SMALL_GRAPHS = 512
-"""Tokens of the largest graph, of any model; of one whose steps are bound by launching, `decisions.MOST_GRAPHS`."""
+"""Tokens of the largest graph; for models whose steps are limited by kernel launches see `decisions.MOST_GRAPHS`."""
 MOST_RUNNING: Mapping[str, int] = {"cuda": 1024, "cpu": 64}
-"""Requests computed at the same time, by device: more would not be faster."""
+"""Default maximum of running requests, by device: more would not be faster."""
 SCORED_AT_ONCE: Mapping[str, int] = {"cuda": 512, "cpu": 128}
 """Prompt positions whose logits exist at the same time, by device."""
 PENALISED_AT_ONCE = 1 << 22
@@ -48,17 +48,17 @@ MEDIA_BLOCK_ROWS = 16
 STEP_PATCHES: Mapping[str, int] = {"cuda": 16_384, "cpu": 4096}
 """Tower tokens that a step computes of several items, by device."""
 STATE_SHARE = 0.125
-"""Of free memory, what states of rows and snapshots of them may take by default."""
+"""Default share of free memory for recurrent states and their snapshots."""
 
 
 def state_bytes(model: ModelPlanFacts) -> int:
-    """Of one request's state, which is kept in float32."""
+    """Bytes of one request's state, in float32."""
     return 4 * model.state_values
 
 
 def states_bytes(model: ModelPlanFacts, rows: int, drafts: int) -> int:
-    """Of the states of all rows, of one that begins and one for padding, and of snapshots. Where rows may have `drafts`,
-    with what is kept of these, and a copy of one layer's states that they are tried on."""
+    """Bytes of the states of all rows, of one initial state and one for padding, and of snapshots. With `drafts`, also
+    the values kept per draft, and a copy of one layer's states on which drafts are tried."""
     if not model.state_values:
         return 0
     kept = 4 * drafts * (rows + 1) * model.draft_values + (4 * rows * model.state_layer_values if drafts else 0)
@@ -71,7 +71,7 @@ def num_snapshots(rows: int) -> int:
 
 
 def most_running(machine: MachineFacts, model: ModelPlanFacts) -> int:
-    """Rows by default, at most: as many as a device gains from, and as many as there is room for their states."""
+    """Default maximum number of rows: limited by what speeds up the device, and by memory for their states."""
     most = MOST_RUNNING[machine.device]
     if model.state_values:
         each = state_bytes(model) * (1 + num_snapshots(1))
@@ -177,7 +177,7 @@ def memory_facts(
 
 
 def kv_bytes(kv: KvPlan, kv_dtype: str, draft_kv_dtype: str = "auto") -> int:
-    """Of a token of a column, in one line. `draft_kv_dtype`: of what drafts, where it differs."""
+    """Bytes per token of a column, in one line. `draft_kv_dtype`: type of the draft model's KV, if it differs."""
     bits = KV_CODE_BITS.get(kv_dtype)
     if bits is not None:
         return kv.values_per_token * bits // 8 + kv.vectors_per_token * _RANGE_BYTES
@@ -186,8 +186,7 @@ def kv_bytes(kv: KvPlan, kv_dtype: str, draft_kv_dtype: str = "auto") -> int:
 
 
 def check_codes(kv: KvPlan, kv_dtype: str, model: ModelPlanFacts, *, shares_context: bool, draft: str) -> None:
-    """Raises ConfigError if keys and values of the model can't be kept in whole numbers. `draft`: the type for what
-    drafts."""
+    """Raises ConfigError if the model's KV cache can't be quantized to integers. `draft`: the draft model's type."""
     because = model.no_kv_codes
     if draft not in ("auto", kv_dtype):
         because = f"what drafts would keep them as {draft} beside {kv_dtype}: both, or neither, are in whole numbers"
@@ -233,12 +232,12 @@ def media_bytes(media: MediaConfig, machine: MachineFacts, tower: TowerFacts, co
 
 
 def media_rows(num_bytes: int, tower: TowerFacts, dtype: str) -> int:
-    """Positions that an embedding store of this size holds."""
+    """Number of positions that an embedding store of this size holds."""
     return num_bytes // (tower.width * ITEM_BYTES[dtype])
 
 
 def tower_activations(media: MediaConfig, machine: MachineFacts, tower: TowerFacts, context: int, dtype: str) -> int:
-    """Peak of the tower, for the largest item or the most that a step computes of several."""
+    """Peak memory of the media encoder, for the largest item or the maximum per step."""
     patches = media.mm_encoder_step_tokens
     step = STEP_PATCHES[machine.device] if patches is AUTO else patches
     largest = min(tower.max_positions, context) * tower.tokens_per_position
@@ -287,7 +286,7 @@ def activation_bytes(
 
 
 def rule_bytes(asked: SpeculativeConfig, vocab: int, rows: int, samples: int) -> int:
-    """What rules by which drafts count take: probabilities of drafts by request, and of a step's samples."""
+    """Memory of acceptance rules for drafts: draft probabilities per request, and those of a step's samples."""
     if asked.speculative_use_rejection_sampling or asked.speculative_use_block_verification:
         return 4 * vocab * (rows * drafts_of_row(asked) + 4 * samples)
     loose = min(asked.speculative_accept_threshold_single, asked.speculative_accept_threshold_acc) < 1

@@ -11,7 +11,7 @@ from bough.config.model_facts import Dense, NormFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerBlockFacts:
-    """Attention within an item, then a feed-forward block, each of the normed stream."""
+    """A pre-norm block: attention within an item, then a feed-forward part."""
 
     hidden: int
     num_heads: int
@@ -20,11 +20,11 @@ class TowerBlockFacts:
     qkv_bias: bool = True
     out_bias: bool = True
     k_bias: bool = True
-    """Where there is a bias: whether keys have one in the checkpoint, too."""
+    """If there is a bias: whether the checkpoint has one for keys, too."""
     scaled: bool = False
-    """What each half adds is multiplied by a learned vector."""
+    """The output of attention and of the feed-forward part is multiplied by a learned vector (layer scale)."""
     interleaved: bool = False
-    """Where heads are rotated: neighbouring values are a pair, not those half a head apart."""
+    """With rotary positions: adjacent values form a pair, instead of values half a head apart."""
 
     @property
     def head_dim(self) -> int:
@@ -48,9 +48,9 @@ class VitFacts:
 
     block: TowerBlockFacts
     depth: int
-    """Blocks that the checkpoint has."""
+    """Number of blocks in the checkpoint."""
     used: int
-    """Blocks that are computed: features are the output of the last of them."""
+    """Number of blocks that are computed; the features are the output of the last one."""
     patch: int
     side: int
     """Patches along a side of a tile."""
@@ -58,11 +58,11 @@ class VitFacts:
     channels: int = 3
     patch_bias: bool = True
     class_token: bool = False
-    """A token of its own stands before those of the patches. It is not among the features."""
+    """There is a class token before the patches. It is not part of the features."""
     class_last: bool = False
-    """It stands behind them instead."""
+    """The class token is after the patches instead."""
     theta: float = 0.0
-    """Base of the rotation of heads: half of their pairs by column, half by row. 0: they are not rotated."""
+    """Base of 2D rotary positions: half of the pairs by column, half by row. 0: none."""
     coarse_pixels: bool = False
     """Pixels are scaled and normalised in bfloat16."""
     pre_norm: NormFacts | None = None
@@ -76,7 +76,7 @@ class VitFacts:
 
     @property
     def tokens(self) -> int:
-        """Of a tile."""
+        """Tokens of a tile."""
         return self.side**2 + self.class_token
 
     def num_parameters(self) -> int:
@@ -93,7 +93,8 @@ class VitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NaflexFacts:
-    """A vision transformer over images of their own shapes, with learned positions that are resized to each (SigLIP 2)."""
+    """A vision transformer over images that keep their aspect ratio, with learned positions resized to each (SigLIP
+    2)."""
 
     block: TowerBlockFacts
     depth: int
@@ -101,7 +102,7 @@ class NaflexFacts:
     side: int
     """Learned positions along a side of their square."""
     most_patches: int
-    """Of an image, where a request asks for nothing else."""
+    """Default maximum number of patches of an image."""
     image: ImageFacts
     channels: int = 3
 
@@ -120,7 +121,7 @@ class NaflexFacts:
 
 
 def attention_pool_parameters(block: TowerBlockFacts) -> int:
-    """Of `layers.image_embedder.AttentionPool`."""
+    """Number of parameters of `layers.image_embedder.AttentionPool`."""
     hidden = block.hidden
     attention = 4 * hidden * hidden + 5 * hidden
     return attention + block.norm.num_parameters(hidden) + block.mlp.num_parameters(hidden)

@@ -1,4 +1,5 @@
-"""What was never run on the hardware it is made for: said when an engine that uses it starts, and in docs/parallel.md."""
+"""Features that were never run on the hardware they are made for. The list is logged when an engine uses one, and is in
+docs/parallel.md."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from bough.config.concerns import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """A way of spreading a model."""
+    """A way to distribute a model."""
 
     what: str
     tried: str
-    """How far it was tried."""
+    """On what it was tried."""
     uses: Callable[[ParallelConfig, bool], bool]
     """Whether an engine with these settings, on GPUs or not, uses it."""
 
@@ -54,7 +55,7 @@ UNPROVEN = (
 
 
 def unproven(parallel: ParallelConfig, device: str) -> list[str]:
-    """A line for each thing that an engine uses and that was not run on such hardware."""
+    """One line per such feature that an engine uses."""
     return [
         f"{each.what}: not run on this hardware before a release; tried with {each.tried}"
         for each in UNPROVEN

@@ -19,7 +19,7 @@ CLIP_LARGE: Final[dict[str, Any]] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "patch_size": 14, "image_size": 336,
 }  # fmt: skip
-"""The tower of configs that don't say."""
+"""Default for configs without these fields."""
 
 _INTERNVL: Final[dict[str, Any]] = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -47,11 +47,11 @@ LANCZOS: Final = 1
 BILINEAR: Final = 2
 
 LONGEST: Final = 4 * 364
-"""Edge of a resized image, where the processor's settings don't say."""
+"""Default edge of a resized image."""
 
 
 def one_size(vision: Fields, name: str, default: int) -> int:
-    """A size that may be given along both sides. Raises `ConfigError` if these differ."""
+    """A size that may be given as a pair. Raises `ConfigError` if its parts differ."""
     given = vision.any(name)
     if isinstance(given, list):
         if len(given) != 2 or given[0] != given[1]:
@@ -140,7 +140,7 @@ def internvl_vit(config: Fields) -> VitFacts:
 
 
 def clip_vit(config: Fields) -> VitFacts:
-    """The tower of CLIP itself: all tokens are normed."""
+    """The vision encoder of CLIP itself: all tokens are normalised."""
     return replace(read_vit(config, model_type="clip_vision_model"), post_used=True)
 
 
@@ -149,7 +149,7 @@ def siglip_vit(config: Fields) -> VitFacts:
 
 
 def siglip2_naflex(config: Fields) -> NaflexFacts:
-    """SigLIP 2's tower over images of their own shapes."""
+    """SigLIP 2's vision encoder over images that keep their aspect ratio."""
     vit = read_vit(config, mean=HALF, std=HALF, resample=BILINEAR, model_type="siglip2_vision_model")
     side = math.isqrt(config.inner("vision_config").count("num_patches", default=256))
     return NaflexFacts(
@@ -177,12 +177,12 @@ def cohere2_vit(config: Fields) -> VitFacts:
 
 
 def is_smolvlm(config: Fields) -> bool:
-    """SmolVLM 2, which takes videos, and not Idefics 3."""
+    """Whether it is SmolVLM 2, which takes videos, and not Idefics 3."""
     return bool(config.any("model_type") == "smolvlm")
 
 
 def llama4_vit(config: Fields) -> VitFacts:
-    """Heads are rotated by column and row; the class token stands behind the patches."""
+    """Llama 4's vision encoder: 2D rotary positions, and the class token after the patches."""
     vision = config.inner("vision_config")
     theta = vision.inner("rope_parameters").positive("rope_theta", default=vision.positive("rope_theta", default=1e4))
     facts = read_vit(config, mean=HALF, std=HALF, resample=BILINEAR, **_LLAMA4)
