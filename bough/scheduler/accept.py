@@ -1,4 +1,4 @@
-"""The door: messages about requests change the queues. Whatever can't be served ends here, with a reason."""
+"""Admits messages about requests to the queues. Requests that can't be served end here, with a reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def accept(queues: Queues, ask: Generate, *, now: float) -> None:
 
 
 def _open_media(queues: Queues, job: Job) -> None:
-    """From here on the job holds its media. Raises `BoughError`."""
+    """Attaches the request's media to its job. Raises `BoughError`."""
     account = queues.media
     limits, opened = (None, None) if account is None else (account.limits, account.open_features)
     job.media = job_media(job.ask, job.prompt, limits, opened, page_size=queues.limits.page_size)
@@ -98,7 +98,7 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
 
 
 def _check_items(job: Job) -> None:
-    """Items are made by the server's own entrances: what is wrong with them is a mistake there."""
+    """Raises `ValueError` for invalid items. They are made by the server's own entrypoints, so this is a bug there."""
     ask = job.ask
     if (
         min(ask.items) < 1
@@ -166,7 +166,7 @@ def _check_prompt(limits: Limits, job: Job) -> None:
     count = len(job.prompt)
     if count == 0:
         raise InvalidRequest(what="the prompt has no tokens", fix="send at least one token", param="prompt")
-    if int(job.prompt.view(np.uint32).max()) >= limits.vocab_size:  # what is below zero is far above it so
+    if int(job.prompt.view(np.uint32).max()) >= limits.vocab_size:  # negative numbers become very large ones
         low, high = int(job.prompt.min()), int(job.prompt.max())
         bad = low if low < 0 else high
         raise no_such_token(f"the prompt has token id {bad}", limits.vocab_size, param="prompt")
@@ -187,7 +187,7 @@ def _check_prompt(limits: Limits, job: Job) -> None:
         )
 
 
-# -- later news of a request ----------------------------------------------------------------------
+# -- later events of a request ----------------------------------------------------------------------
 
 
 def abort(queues: Queues, cache: PrefixCache, message: Abort, *, now: float) -> None:
@@ -213,8 +213,8 @@ def abort_all(
     tenant: str | None = None,
     worker: int | None = None,
 ) -> int:
-    """Ends with `error` every request, or those that have exactly this name, tenant and API worker, as far as they are
-    given. Returns how many."""
+    """Ends requests with `error`: all of them, or those with exactly this name, tenant and API worker, if given.
+    Returns their number."""
     ids = [
         request_id
         for request_id, phase in queues.where.items()
@@ -235,7 +235,7 @@ def _end_with(queues: Queues, cache: PrefixCache, request_id: int, error: BoughE
 
 
 def stop_at(queues: Queues, cache: PrefixCache, message: StopAt, *, now: float) -> None:
-    """The detokenizer found the end in the text. A request that has ended already is not touched."""
+    """Ends a request whose end the detokenizer found in the text. Ignores requests that have already ended."""
     phase = queues.where.get(message.id)
     if phase is not None:
         output = output_of(queues, phase)[: message.num_tokens]

@@ -1,4 +1,4 @@
-"""The books, checked: every page has one owner, and every row's table says what the tree says."""
+"""Checks the page accounting: every page has one owner, and every row's page table agrees with the tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.scheduler.queues import Queues, SlotPhase
 
 
 def check_account(queues: Queues, cache: PrefixCache) -> None:
-    """Raises `AccountError` on the first thing that does not add up. For tests: it looks at every page."""
+    """Raises `AccountError` for the first inconsistency. For tests: it looks at every page."""
     slots = queues.slots
     phases: list[SlotPhase] = [*queues.prefilling.values(), *queues.running.values(), *queues.leaving.values()]
     if len(phases) + slots.num_free != slots.num_slots or len({phase.slot for phase in phases}) != len(phases):

@@ -1,4 +1,4 @@
-"""Carries a plan out on the host: slots, pages and the tree change, and a `Step` of plain arrays comes out."""
+"""Applies a plan on the host: changes slots, pages and the tree, and returns a `Step` of plain arrays."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NO_PLACES = np.empty(0, np.int64)
 _NO_PAGES = np.empty(0, np.int32)
 
 HELD_WITH_STOPS = 16
-"""Tokens that are collected at most before they are sent, where a stop string may end the request: it runs at
-most this many steps too long, because only the detokenizer finds the string."""
+"""Maximum number of output tokens collected before they are sent, for requests with stop strings. Only the detokenizer
+finds stop strings, so a request runs at most this many steps too long."""
 
 
 class ChunkRow(Struct):
@@ -58,9 +58,9 @@ class Flight(Struct):
     They become output when the step settles."""
     forced_accepted: bool = False
     rejected: dict[int, str] = {}
-    """Row -> why its grammar gave up."""
+    """Row -> the error of its grammar."""
     saves: list[StateSave] = []
-    """States of chunks that the tree is to have."""
+    """Recurrent states of chunks to be saved in the tree."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -68,7 +68,7 @@ class Flight(Struct):
 
 
 class _Arrays:
-    """The step's arrays, in the making: of the rows after the `num_decodes` that decode."""
+    """Builds the step's arrays for the rows after the `num_decodes` decode rows."""
 
     def __init__(self, num_decodes: int) -> None:
         self.num_decodes = num_decodes
@@ -84,7 +84,7 @@ class _Arrays:
         self.loads: list[tuple[int, int]] = []
         """Slots whose state is loaded, and from where."""
         self.tails: list[tuple[int, I32]] = []
-        """Slots whose first column of their own begins as a copy, and of which pages."""
+        """Slots whose first private column begins as a copy, and the pages to copy."""
 
     def add(self, slot: int, context: int, tokens: I32, *, samples: bool, following_id: int = 0) -> int:
         """Returns the row's number in the step. `tokens` may be a view. `following_id`: as in `Step.following_ids`."""
@@ -162,7 +162,7 @@ def commit(
 
 
 def _mark_proposals(step: Step, slot_ids: I64, plan: StepPlan, queues: Queues, arrays: _Arrays) -> None:
-    """Says what a proposer on the device does in the step, and notes how many drafts rows will have."""
+    """Sets what a proposer on the device does in the step, and records how many drafts rows will have."""
     slots = queues.slots
     slots.num_proposed[slot_ids[step.samples]] = max(plan.proposals, 0)
     if plan.proposals != NO_PROPOSER:
@@ -205,7 +205,8 @@ def _count_overtaken(plan: StepPlan, queues: Queues) -> None:
 
 
 def _enter(share: Share, queues: Queues, cache: PrefixCache, limits: Limits, arrays: _Arrays, now: float) -> Prefilling:
-    """The row of a share: the one under way, or a waiting request that gets its slot and the pages of its prefix now."""
+    """The row of a share: a prefill in progress, or a waiting request, which gets its slot and the pages of its prefix
+    now."""
     waiting = share.phase
     if isinstance(waiting, Prefilling):
         return waiting
@@ -277,7 +278,7 @@ def _hold(job: Job) -> int:
     if not job.ask.stream:
         every = int(NEVER)
     watched = text is not None and bool(text.stop or text.stop_regex)
-    if watched and job.ask.hidden_states:  # no state of a token behind the stop may come with it
+    if watched and job.ask.hidden_states:  # hidden states after the stop must not be sent
         return 1
     return min(every, HELD_WITH_STOPS) if watched else every
 
@@ -340,9 +341,8 @@ def _give_pages(
 def _take_media(
     plan: StepPlan, prompts: list[Prefilling], queues: Queues, cache: PrefixCache, arrays: _Arrays, index: int
 ) -> dict[int, FixedRow]:
-    """Gives rows that begin the pages of their media, where cross attention reads them. Returns what each reads, by slot.
-
-    What is there is taken first, so that it is not evicted for what is not."""
+    """Gives new rows the pages of their media for cross attention. Returns what each reads, by slot. Cached content is
+    locked first, so that it is not evicted for new content."""
     slots = queues.slots
     begun = [phase for phase, share in zip(prompts, plan.shares, strict=True) if share.phase is not phase]
     found = {phase.slot: FixedRow() for phase in begun}
@@ -379,9 +379,9 @@ def _resend_dirty(queues: Queues, arrays: _Arrays, index: int) -> None:
 
 
 def grow_tree(flight: Flight, queues: Queues, cache: PrefixCache) -> None:
-    """The full pages of a committed step's chunks enter the tree: device order makes them readable by the next step.
-
-    The step itself does not need it, so its launch comes first; whatever else looks at the tree or the queues comes after.
+    """Adds the full pages of a committed step's chunks to the tree. The next step can read them because the device
+    executes steps in order. Call it after the launch, which does not need it, and before anything else reads the tree
+    or the queues.
     """
     if not cache.enabled:
         return
@@ -429,7 +429,7 @@ def _queries(plan: StepPlan) -> I64 | None:
 
 
 def _decode_tokens(plan: StepPlan) -> I32:
-    """Input ids of the rows that decode: what each drew last, and its drafts."""
+    """Input ids of the decode rows: each row's last sampled token, and its drafts."""
     num = len(plan.decodes)
     if not len(plan.drafts):
         return np.full(num, FROM_DEVICE, np.int32)
@@ -459,8 +459,8 @@ def _decodes(plan: StepPlan, queues: Queues, index: int) -> I32:
 
 
 def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[int, list[int]]:
-    """Rows with forced tokens: all of them are known, so the slot's count of outputs is set anew. Returns the tokens that
-    become output (`Flight.forced`)."""
+    """Adds rows with forced tokens: all of these are known, so the slot's output count is set exactly. Returns the
+    tokens that become output (`Flight.forced`)."""
     slots = queues.slots
     forced = {}
     for run in plan.runs:
@@ -478,7 +478,7 @@ def _runs(plan: StepPlan, queues: Queues, arrays: _Arrays, index: int) -> dict[i
 
 
 def _chunks(plan: StepPlan, prompts: list[Prefilling], queues: Queues, arrays: _Arrays, index: int) -> list[ChunkRow]:
-    """Prompt chunks. A row whose last chunk this is runs from now on."""
+    """Adds prompt chunks. A row with its last chunk is running from now on."""
     slots = queues.slots
     chunks = []
     for phase, share in zip(prompts, plan.shares, strict=True):
@@ -504,8 +504,8 @@ def _chunks(plan: StepPlan, prompts: list[Prefilling], queues: Queues, arrays: _
 
 
 def _media(queues: Queues, chunks: list[ChunkRow], fixed: dict[int, FixedRow], at: int, index: int) -> StepMedia | None:
-    """What the step's chunks have of media. `fixed`: as `_take_media` gives it. `at`: the first chunk's first token's place
-    in the step."""
+    """The media of the step's chunks. `fixed`: the result of `_take_media`. `at`: index in the step of the first
+    chunk's first token."""
     assert queues.media is not None
     found = []
     for chunk in chunks:
@@ -519,7 +519,7 @@ def _media(queues: Queues, chunks: list[ChunkRow], fixed: dict[int, FixedRow], a
 
 
 def _mark_scored(flight: Flight) -> None:
-    """Names the rows whose prompt tokens are scored: position p of a chunk scores token p + 1."""
+    """Marks the rows whose prompt tokens are scored: position p of a chunk scores token p + 1."""
     rows, following = [], []
     for chunk in flight.chunks:
         prompt, end = chunk.job.prompt, chunk.start + chunk.num_tokens
@@ -532,7 +532,7 @@ def _mark_scored(flight: Flight) -> None:
 
 
 def _mark_constrained(flight: Flight, queues: Queues) -> None:
-    """Names the rows whose sample may need a mask."""
+    """Marks the rows whose sample may need a mask."""
     step, slots = flight.step, queues.slots
     gated = np.flatnonzero(np.isin(step.slots, list(queues.gates)) & step.samples)
     slot_ids = step.slots[gated]

@@ -1,4 +1,4 @@
-"""A row whose tokens are not free: a grammar, one that waits for the end of reasoning, a budget of reasoning tokens."""
+"""Constraints of a row: a grammar, a grammar that applies after the reasoning, a budget of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bough.core.step import I32
 
 
 class Gate:
-    """Decides what one request may say next. It sees every output token once, in order.
+    """Decides which tokens one request may generate next. It sees every output token once, in order.
 
     While `thinking`, nothing is constrained, with two exceptions: after `budget` tokens the marker that ends the reasoning
     is forced, and where a matcher waits, the `ends` of an answer are forbidden, because an answer that ended within its
@@ -40,13 +40,13 @@ class Gate:
         self.thinking = self._thinks
 
     def may_constrain(self, num_output: int) -> bool:
-        """Can the sample after `num_output` tokens need a mask? Answered before the last tokens are known."""
+        """Whether the sample after `num_output` tokens can need a mask. Called before the last tokens are known."""
         if self._matcher is not None:
             return True
         return self.thinking and num_output >= self._budget
 
     def accept(self, token: int) -> bool:
-        """An output token is known. False: the grammar forbids it."""
+        """Records an output token. False: the grammar forbids it."""
         if not self.thinking and self._matcher is not None and not self._matcher.accept(token):
             return False
         self._seen.append(token)
@@ -89,7 +89,7 @@ class Gate:
         return ends
 
     def respell(self) -> int | None:
-        """What should stand in place of the last token, if anything."""
+        """The token that should replace the last token, if any."""
         if self.thinking or self._matcher is None or len(self._seen) <= self._ended_at:
             return None
         return self._matcher.respell()
@@ -101,8 +101,8 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """The grammar leaves a wide choice here, as within a string: no token is forced or to be respelled, and the grammar
-        can't be complete."""
+        """Whether the grammar allows many tokens here, as within a string: no token is forced or respelled, and the
+        grammar can't be complete."""
         return not self.thinking and self._matcher is not None and self._matcher.is_open
 
     def fill_mask(self, out: I32) -> None:
@@ -126,14 +126,14 @@ class Gate:
         return not self.thinking and self._matcher is not None and self._matcher.is_terminated()
 
     def _half_marker(self) -> int:
-        """How much of the marker the output ends with already."""
+        """Number of tokens of the marker that the output already ends with."""
         for length in range(len(self._marker) - 1, 0, -1):
             if self._last(length) == self._marker[:length]:
                 return length
         return 0
 
     def _last(self, num_tokens: int) -> list[int]:
-        """The last tokens of the prompt and the output; fewer where there are no more."""
+        """The last tokens of prompt and output; fewer if there are not enough."""
         missing = num_tokens - len(self._seen)
         return self._before[-missing:] + self._seen if missing > 0 else self._seen[-num_tokens:]
 

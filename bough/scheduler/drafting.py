@@ -1,4 +1,4 @@
-"""The seam between planning and speculative decoding: who says how many drafts a row gets, and which.
+"""The interface between planning and speculative decoding: how many drafts a row gets, and which.
 
 `bough.speculative` implements it. Planning knows bounds, memory and tokens; it does not know how drafts are made.
 """
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 NUM_DRAFT_POSITIONS = 16
-"""Positions behind a row's newest token for which right drafts are counted one by one."""
+"""Number of draft positions for which accepted drafts are counted separately."""
 
 
 class Offer(Struct):
-    """Drafts for the decode rows of a step, not all of them without any."""
+    """Drafts for the decode rows of a step; at least one row has some."""
 
     counts: I32
     """Per row."""
@@ -29,7 +29,7 @@ class Offer(Struct):
 
 
 class Drafter(Protocol):
-    """Decides about drafts, and learns from what became of them. `waits` and `offer` change nothing that counts."""
+    """Decides about drafts, and learns from how many were accepted. `waits` and `offer` change nothing that counts."""
 
     def waits(self, queues: Queues, slots: I64) -> Bool:
         """Which of these rows, all of them in a step in flight, should sit this step out, because their drafts can be made
@@ -37,7 +37,8 @@ class Drafter(Protocol):
         ...
 
     def offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
-        """Drafts for the rows of a step: at most `most[row]` each, and `num_tokens` in all. None: none are worth it."""
+        """Drafts for the rows of a step: at most `most[row]` each, and `num_tokens` in all. None: drafting does not
+        pay."""
         ...
 
     def proposals(self, num_rows: int, *, prompts: bool) -> int:
@@ -51,22 +52,22 @@ class Drafter(Protocol):
         ...
 
     def begin(self, slot: int, job: Job) -> None:
-        """A request has got the slot."""
+        """Called when a request gets the slot."""
         ...
 
     def learn(self, queues: Queues, slots: I64, drafts: I32, accepted: I32) -> None:
-        """A step has settled in which these rows decoded: per row, the number of its drafts and of those accepted. Their
-        tokens are in the history."""
+        """Called when a step in which these rows decoded has settled: per row, the number of its drafts and of those
+        accepted. Their tokens are in the history."""
         ...
 
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
-        """A step of decode rows alone, in which `proposals` drafts were left, took so long."""
+        """Records the duration of a step with decode rows only that left `proposals` drafts."""
         ...
 
     def prompts_timed(self, ms: float, proposals: int) -> None:
-        """A step with parts of prompts, in which `proposals` drafts were left, took so long."""
+        """Records the duration of a step with prompt chunks that left `proposals` drafts."""
         ...
 
     def forget(self, queues: Queues, slot: int, job: Job, *, has_ended: bool) -> None:
-        """The request gives the slot up: it has ended, or will come back."""
+        """Called when the request loses the slot: it has ended, or was retracted."""
         ...

@@ -1,4 +1,5 @@
-"""How much memory rows will want: their prompts for certain, their answers by what answers have been like. Pure."""
+"""Estimates how much memory rows will need: for their prompts exactly, for their answers by the lengths of earlier
+ones. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _MIN_EXPECTED = 16
 """Output tokens still expected of a row that has outlived the estimate. In a full pool 0, 64 and 256 are 3 to 5 % slower
 (`benchmarks/scheduler_constants.py`)."""
 _UNBOUNDED = 1 << 30
-"""Columns, where they take no pages."""
+"""Number of columns if columns take no pages."""
 
 
 def columns_in(num_pages: int, limits: Limits) -> int:
@@ -31,7 +32,7 @@ def expected_output(job: Job, limits: Limits, ratio: float) -> int:
 
 
 def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32:
-    """Per running row, pages that it will want beyond what it has."""
+    """Per running row, the pages that it will need beyond those it has."""
     slots, layout = queues.slots, limits.layout
     done = slots.out_high[rows]
     rest = slots.out_limit[rows] - done
@@ -48,7 +49,7 @@ def running_need(queues: Queues, limits: Limits, rows: I64, ratio: float) -> I32
 
 
 def prefill_need(queues: Queues, limits: Limits, phase: Prefilling, ratio: float) -> int:
-    """Pages that a prompt under way will want beyond what it has."""
+    """Pages that a prefill in progress will need beyond those it has."""
     slots, layout = queues.slots, limits.layout
     columns = limits.columns_for(len(phase.key) + expected_output(phase.job, limits, ratio))
     held = int(slots.num_columns[phase.slot])
@@ -69,7 +70,7 @@ def new_need(limits: Limits, num_tokens: int, cached_columns: int) -> int:
 
 
 def row_need(queues: Queues, limits: Limits, phase: Prefilling | Running, ratio: float) -> int:
-    """Pages that a row will want beyond what it has."""
+    """Pages that a row will need beyond those it has."""
     if isinstance(phase, Prefilling):
         return prefill_need(queues, limits, phase, ratio)
     return int(running_need(queues, limits, np.array([phase.slot]), ratio)[0])

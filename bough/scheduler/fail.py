@@ -1,4 +1,5 @@
-"""A step that failed: its requests end, or start again where memory was the reason. Other requests go on."""
+"""Handles a failed step: its requests end, or are computed again if the device ran out of memory. Other requests
+continue."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _OOM_WORDS = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Device libraries have their own class for it, whose name they agree on, or say it in an error of the runtime."""
+    """Whether an error means that the device ran out of memory: by the name of the exception's class, which device
+    libraries agree on, or by the text of a runtime error."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OOM_WORDS)
@@ -42,7 +44,7 @@ def fail_step(flight: Flight, error: Exception, queues: Queues, cache: PrefixCac
     for save in flight.saves:  # the step was not launched
         give_up_state(cache, save)
     if step.media is not None:
-        # It is not known whether the device has them.
+        # It is unknown whether the device has received them.
         queues.slots.turn[step.media.turn_slots] = UNKNOWN_TURN
         queues.slots.media_len[step.media.fixed_slots] = UNKNOWN_LENGTH
     out_of_memory = is_out_of_memory(error)
@@ -95,7 +97,7 @@ def _phase_of(queues: Queues, slot: int) -> SlotPhase | None:
 
 
 def _start_again(queues: Queues, cache: PrefixCache, phase: SlotPhase, *, keep_kv: bool = True) -> None:
-    """What the row's steps in flight yield follows from a step that never was: it is dropped."""
+    """Drops what the row's steps in flight yield, because it depends on the failed step."""
     queues.slots.live[phase.slot] = False
     if isinstance(phase, Leaving):
         let_go(queues, cache, phase, requeue=phase.requeue, keep_kv=keep_kv)

@@ -1,4 +1,4 @@
-"""Joins what branches computed: their KV, one behind the other, as a context of its own. Nothing is computed again."""
+"""Joins the KV of branches, one after the other, into a new context. Nothing is computed again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _kept(cache: PrefixCache, namespace: str, name: str) -> KeptTail:
 
 
 def _turns(branches: list[KeptTail], ask: JoinBranches) -> I32:
-    """How many positions each branch's own tokens move on."""
+    """By how many positions each branch's own tokens are shifted."""
     starts = np.array(ask.starts)
     own = np.array([len(branch.key) for branch in branches]) - starts
     first = starts[0] + np.cumsum(own) - own
@@ -91,7 +91,7 @@ def _check(
 
 
 def _places(cache: PrefixCache, tail: KeptTail, nodes: list[Node]) -> I64:
-    """Where each of a kept request's tokens lies. Its path is locked, and the lock noted in `nodes`."""
+    """The place in memory of each token of a kept request. Locks its path, and adds the lock to `nodes`."""
     size = cache.page_size
     whole = len(tail.key) - len(tail.key) % size
     if cache.match_prefix(tail.namespace, tail.key, whole).num_tokens < whole:
@@ -105,7 +105,8 @@ def _places(cache: PrefixCache, tail: KeptTail, nodes: list[Node]) -> I64:
 
 
 def _alloc(cache: PrefixCache, num_tokens: int) -> tuple[I32, int]:
-    """Pages for the tree, and one for what lies behind the last border: rows that go on copy it."""
+    """Allocates pages for the tree, and one for the tokens after the last page border, which rows that continue
+    copy."""
     count = num_tokens // cache.page_size + 1
     if count > cache.num_available:
         raise Conflict(what=f"the joined context needs {count} pages of KV", why=f"{cache.num_available} can be had")
@@ -114,7 +115,8 @@ def _alloc(cache: PrefixCache, num_tokens: int) -> tuple[I32, int]:
 
 
 def _moves(source: I64, turn: I32, tree_pages: I32, tail_page: int, size: int) -> KVMoves:
-    """Every token to its place in the tree's pages; the last ones to the tail's page. At a border these are the same."""
+    """Destinations of all tokens: in the tree's pages, and the last ones in the tail's page. At a border these are the
+    same."""
     num = len(source)
     at = np.arange(num)
     whole = len(tree_pages) * size

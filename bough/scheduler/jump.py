@@ -8,12 +8,12 @@ from bough.scheduler.queues import Leaving, Queues, Running
 
 
 def jump(queues: Queues, step_index: int, phase: Running | Leaving, token: int, *, cut: bool = False) -> int:
-    """A row's newest token has just settled. Returns it, or the one that stands in its place from now on.
+    """Handles a row's newest token, which has just settled. Returns it, or the token that replaces it.
 
     Tokens that are forced after it go into the row's next step, if that has not begun (`queues.forced`). To *respell* a
-    token is to put another one in its place, so that the forced text after it is spelled as the tokenizer would. Its KV and
-    everything after it are then dropped: the row is void in a step in flight, which had begun with the old token
-    (`queues.void`). `cut`: the row is void in any case, because the device has gone on from tokens that were dropped.
+    token is to put another one in its place, so that the forced text after it is spelled as the tokenizer would. Its KV
+    and everything after it are then dropped: the row is void in a step in flight, which had begun with the old token
+    (`queues.void`). `cut`: the row is void in any case, because the device has continued from tokens that were dropped.
     """
     slots, slot = queues.slots, phase.slot
     gate = queues.gates[slot]
@@ -40,7 +40,8 @@ def jump(queues: Queues, step_index: int, phase: Running | Leaving, token: int, 
 
 
 def respells(queues: Queues, step_index: int, phase: Running | Leaving) -> bool:
-    """Should the token that the row's gate accepted last be spelled differently, so that nothing drawn after it counts?"""
+    """Whether the last token that the row's gate accepted should be respelled, so that tokens sampled after it are
+    dropped."""
     gate = queues.gates[phase.slot]
     if not phase.job.jumps or gate.is_open or not _may_jump(queues, step_index, phase.slot):
         return False
@@ -49,12 +50,13 @@ def respells(queues: Queues, step_index: int, phase: Running | Leaving) -> bool:
 
 
 def _may_jump(queues: Queues, step_index: int, slot: int) -> bool:
-    """At most one step with the row has begun since, and it has no forced tokens already."""
+    """Whether the last token can still be replaced: at most one step with the row has begun since, and no forced tokens
+    are waiting."""
     return int(queues.slots.last_step[slot]) - step_index <= 1 and slot not in queues.forced
 
 
 def _respelled(stops: tuple[int, ...], gate: Gate, token: int) -> int | None:
-    """Puts another token in the place of the last one, if the grammar asks for it and takes it."""
+    """Replaces the last token, if the grammar asks for it and accepts the replacement."""
     better = gate.respell()
     if better is None or better in stops:
         return None

@@ -12,7 +12,7 @@ difference, and with 61 prompts wait 9 % longer (`benchmarks/scheduler_constants
 
 
 class OutputRatio:
-    """How much of `max_new_tokens` requests really use: mean and spread, moving."""
+    """Share of `max_new_tokens` that requests use: moving mean and deviation."""
 
     def __init__(self, start: float = 0.7) -> None:
         self.mean = start
@@ -30,18 +30,18 @@ class OutputRatio:
         self.variance = (1.0 - weight) * (self.variance + weight * off * off)
 
     def retracted(self) -> None:
-        """The estimate was too low: memory ran out."""
+        """Records that the estimate was too low: memory ran out."""
         self.mean = min(1.0, self.mean * 1.1 + 0.02)
 
     def estimate(self, num_rows: int, conservativeness: float) -> float:
-        """Share of their limits that `num_rows` rows will use in sum, with two standard deviations to spare. The more rows,
-        the closer their sum is to the mean, and the less is spared for each."""
+        """Share of their limits that `num_rows` rows will use in total, plus two standard deviations. The more rows,
+        the closer their sum is to the mean, and the smaller the margin per row."""
         spare = 2.0 * math.sqrt(self.variance / max(num_rows, 1))
         return min(1.0, max(0.01, (self.mean + spare) * conservativeness))
 
 
 class _Median:
-    """Of the last few values, each with a weight: one slow step (a kernel being built) does not move it."""
+    """Weighted median of the last few values, which a single slow step (a kernel being compiled) does not change."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
@@ -61,7 +61,7 @@ class _Median:
 
 
 class StepCost:
-    """Milliseconds of a decode step, and of each prefill token on top."""
+    """Estimated milliseconds of a decode step, and of each additional prefill token."""
 
     def __init__(self) -> None:
         self._decode = _Median()
@@ -85,7 +85,8 @@ class StepCost:
             self._per_token.add((ms - base) / prefill_tokens, prefill_tokens)
 
     def tokens_within(self, target_ms: float | None, pace: float = 1.0) -> int | None:
-        """Prefill tokens that keep a step with decodes within `pace` times the target; None: no bound is known."""
+        """Maximum number of prefill tokens such that a step with decode rows takes at most `pace` times the target;
+        None: no limit is known."""
         if not self._per_token or self._per_token.value <= 0.0 or target_ms == 0.0:
             return None
         if target_ms is None:

@@ -1,4 +1,5 @@
-"""How rows let go: they end, or lose their memory and go back to the queue. Pages wait for the last step that reads them."""
+"""How rows release their memory: they end, or are retracted and return to the queue. Pages are kept until the last step
+that reads them has settled."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def make_end(
     matched: int | None = None,
     error: BoughError | None = None,
 ) -> End:
-    """How the request ended and what it cost, as of now."""
+    """How the request ended, and its token counts and times so far."""
     admitted = job.admitted_s or now
     first = job.first_token_s or now
     reasoning, mark = reasoning_of(output, job.ask.reasoning_end, opened=job.ask.reasoning_open)
@@ -64,7 +65,7 @@ def make_end(
 
 
 def drafts_of(queues: Queues, job: Job) -> tuple[int, int, int]:
-    """Of a request that drafts are made for: the steps it decoded in, its drafts, and how many of them were right."""
+    """For a request with drafts: the number of its decode steps, drafts and accepted drafts."""
     phase, slots = queues.where.get(job.id), queues.slots
     if isinstance(phase, Running | Leaving):
         slot = phase.slot
@@ -74,7 +75,7 @@ def drafts_of(queues: Queues, job: Job) -> tuple[int, int, int]:
 
 
 def trace_chunk(job: Job, start: int, num_tokens: int, step: int, now: float) -> None:
-    """A chunk of a traced prompt has been computed: its span begins where the one before it ended."""
+    """Records that a chunk of a traced prompt has been computed: its time span begins where the previous one ended."""
     before = job.chunks[-1].start_s + job.chunks[-1].seconds if job.chunks else job.admitted_s
     job.chunks.append(TraceSpan("prefill", before, now - before, {"start": start, "tokens": num_tokens, "step": step}))
 
@@ -92,7 +93,7 @@ def _timeline(job: Job, num_output: int, now: float) -> list[TraceSpan]:
 
 
 def take_extras(job: Job, end: End | None = None, embedding: bytes = b"") -> RowOutput:
-    """What has gathered for the request beyond token ids, once."""
+    """Takes what was collected for the request beyond token ids."""
     row = RowOutput(
         end=end,
         logprobs=job.output_scores,
@@ -106,7 +107,7 @@ def take_extras(job: Job, end: End | None = None, embedding: bytes = b"") -> Row
 
 
 def end_request(queues: Queues, cache: PrefixCache, phase: Phase, end: End, *, send_held: bool = True) -> None:
-    """Ends a request in whatever phase it is, outside of `settle`, and says so. Tokens held back go out with it."""
+    """Ends a request in any phase, outside of `settle`, and sends its end together with tokens that were held back."""
     job = phase.job
     held = _NO_IDS
     if send_held:
@@ -182,7 +183,8 @@ def retract(
 
 
 def release(queues: Queues, cache: PrefixCache, phase: Leaving) -> None:
-    """Nothing in flight reads the row any more: its full pages enter the tree, the rest is free, and so is its slot."""
+    """Frees a row that no step in flight reads any more: its full pages enter the tree, other pages and its slot become
+    free."""
     slots = queues.slots
     slot, job, node = phase.slot, phase.job, phase.node
     if phase.keep_kv and cache.enabled and not node.detached:
@@ -235,7 +237,7 @@ def _enter_tree(queues: Queues, cache: PrefixCache, phase: Leaving, node: Node, 
 
 
 def _keep(queues: Queues, cache: PrefixCache, phase: Leaving, node: Node, private: I32) -> I32:
-    """Keeps an ended request's prompt within reach of a join. Returns the pages that are left to be freed."""
+    """Keeps an ended request's prompt for a join. Returns the remaining pages, which are to be freed."""
     job, slots = phase.job, queues.slots
     if not cache.enabled or node.detached or job.media is not None:
         return private

@@ -1,4 +1,4 @@
-"""What planning has to keep to: the device's limits and the operator's wishes, as plain values."""
+"""Limits for planning: those of the device and those set by the operator, as plain values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DEFAULT_CHUNK_TOKENS = 8192
 beside short ones have their first token after 1.52 s; 1.97 s with 1,024."""
 
 _NEVER = 2**32
-"""As a gap between priorities: larger than any two requests' can be."""
+"""A difference of priorities that no two requests can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Fixed for the life of an engine."""
+    """Limits of an engine; they do not change while it runs."""
 
     num_slots: int
     num_pages: int
-    """With page 0, which is never handed out."""
+    """Number of pages, including page 0, which is never allocated."""
     page_size: int
     pages_per_slot: int
     context_length: int
@@ -34,19 +34,19 @@ class Limits:
     vocab_size: int
     max_running: int
     max_queued_requests: int = 4096
-    """Beyond, requests are refused (--max-queued-requests)."""
+    """Maximum number of waiting requests; more are refused (--max-queued-requests)."""
     max_queued_tokens: int = 8_388_608
-    """Of the prompts that wait, likewise: 64 MiB of ids (--max-queued-tokens)."""
+    """Maximum number of prompt tokens of waiting requests, 64 MiB of ids; more are refused (--max-queued-tokens)."""
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     """Maximum prompt tokens of one step."""
     unwatched_tokens: int = 0
     """Maximum prompt tokens of a step while no request streams, if larger than `chunk_tokens`."""
     whole_prompts: bool = False
-    """A prompt that fits into one step waits for one with enough tokens left, instead of being cut. Only the first prompt of
-    a step is cut, if its budget is too small (`Queues.prefill_cap`), so that it gets on..."""
+    """A prompt that fits into one step waits for one with enough tokens left, instead of being cut. Only the first
+    prompt of a step is cut, if the step's budget is too small (`Queues.prefill_cap`), so that it makes progress."""
     uncut: bool = False
-    """...unless the model must see all of it at once, as some pooling models do: then the first prompt is not bound by the
-    budget. None is longer than a step."""
+    """Prompts are never cut, because the model must see all tokens at once (some pooling models): the first prompt of a
+    step is not limited by the budget. No prompt is longer than a step."""
     policy: SchedulePolicy = "auto"
     conservativeness: float = 1.0
     """Factor of the output that is expected of requests when memory is reserved. With 2.0 a full pool ends 40 % later,
@@ -68,17 +68,17 @@ class Limits:
     """If a row computes at least this many tokens (or a page) of a waiting request's prompt, the request waits for them. Of
     256 prompts with 8 beginnings of 100 tokens, 1.5 % fewer tokens are computed than with 128."""
     spans: SpanCosts | None = None
-    """What attention takes for shared spans; None: nothing is shared."""
+    """Cost of attention over shared spans; None: spans are not shared."""
     kv_stays: str = ""
     """Why KV that was computed at some positions can't be moved to others; empty: it can."""
     num_snapshots: int | None = None
-    """Places for states beside those of slots; None: no layer keeps a state."""
+    """Number of places for snapshots of recurrent states; None: no layer has a state."""
     state_interval: int = 64
     """Tokens between saves of the state of a row that decodes, at least: a state is as large as the KV of hundreds of
     tokens, and is copied whole. A request that goes on from an answer computes at most this many tokens again. Chosen by
     these bounds; not measured."""
     media: MediaLimits | None = None
-    """What the device holds of media; None: the model takes text only."""
+    """Limits of media on the device; None: the model takes text only."""
     max_retractions: int = 4
     """Times that a request loses its memory to others before all that it may need is reserved for it. 2 to 16 make no
     difference in a full pool; with 1, it ends 13 % later."""
@@ -91,15 +91,16 @@ class Limits:
     max_step_drafts: int = 0
     """Drafts of all rows of a step at most."""
     num_stages: int = 1
-    """Steps that are computed at once, in stages one behind the other. With several, a row is planned again only once its
-    sample has come back, so that no two of them have a row in common."""
+    """Pipeline stages: number of steps computed at the same time. With several, a row is planned again only when its
+    sample has come back, so that no two steps in flight have a row in common."""
     micro_batch: int = 0
-    """Rows that decode in one step at most where there are stages; 0: those that run, spread over the stages."""
+    """With pipeline stages: maximum number of decode rows per step; 0: the running rows divided by the number of
+    stages."""
     seed: int = 0
     groups: tuple[KvGroup, ...] = (KvGroup(Grows()),)
-    """What is kept of tokens, and for how long."""
+    """KV groups: which layers keep KV, and for how long."""
     layout: KvLayout = field(init=False)
-    """The same, as planning needs it."""
+    """Layout of the KV groups, for planning."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", KvLayout(self.groups, self.page_size))

@@ -1,4 +1,4 @@
-"""What goes out: gathers the rows of many ends and tokens into few messages, in order."""
+"""Outgoing messages: collects tokens and ends of many requests into few messages, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class Mail:
-    """Collects messages until `take`. Tokens of one turn of the loop share one message."""
+    """Collects messages until `take`. Tokens of one iteration of the loop share one message."""
 
     def __init__(self) -> None:
         self._messages: list[ToDetokenizer] = []
@@ -21,12 +21,12 @@ class Mail:
         self._rows: dict[int, RowOutput] = {}
 
     def put(self, message: Began | Reply) -> None:
-        """A message of its own; what was gathered before goes first."""
+        """Adds a separate message; what was collected before is sent first."""
         self._close()
         self._messages.append(message)
 
     def add(self, request_id: int, tokens: I32 = _NO_TOKENS, row: RowOutput | None = None) -> None:
-        """News of one request."""
+        """Adds tokens or the end of one request."""
         if row is not None:
             self._rows[len(self._ids)] = row
         self._ids.append(request_id)
@@ -34,7 +34,7 @@ class Mail:
         self._tokens.append(tokens)
 
     def add_rows(self, ids: I64, counts: I32, tokens: I32) -> int:
-        """News of many requests. Returns the row of the first, for `say`."""
+        """Adds tokens of many requests. Returns the row of the first, for `say`."""
         first = len(self._ids)
         self._ids.extend(ids.tolist())
         self._counts.extend(counts.tolist())
@@ -42,7 +42,7 @@ class Mail:
         return first
 
     def say(self, row: int, output: RowOutput) -> None:
-        """Something more about a row that was added."""
+        """Adds further fields to a row."""
         self._rows[row] = output
 
     def _close(self) -> None:

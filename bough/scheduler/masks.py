@@ -60,7 +60,7 @@ def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[tuple[int, int]
         if count:
             tokens = step.tokens[ends[row] - count : ends[row]].tolist()
             slot = int(step.slots[row])
-            if not queues.slots.live[slot]:  # the step that left it drafts has failed: nothing drawn for it counts
+            if not queues.slots.live[slot]:  # the step that left it drafts has failed: its samples are dropped
                 found[row] = [(0, place) for place in range(count)]
                 continue
             known = queues.proposed.get(slot, [])
@@ -71,7 +71,7 @@ def _drafts_of(flight: Flight, queues: Queues) -> dict[int, list[tuple[int, int]
 
 
 def _fill_behind(gate: Gate, drafts: list[tuple[int, int]], masks: Mask) -> None:
-    """Masks for what follows each of a row's drafts. Behind one that the grammar forbids nothing is drawn that counts:
+    """Masks for the tokens after each of a row's drafts. Samples after a draft that the grammar forbids are dropped:
     the mask before it does not allow it."""
     masks[:] = -1
     children: dict[int, list[int]] = {}
@@ -89,7 +89,7 @@ def _fill_behind(gate: Gate, drafts: list[tuple[int, int]], masks: Mask) -> None
 
 
 def _accept_forced(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
-    """Shows the row's gate the forced tokens that the step brought in. False: it does not take them."""
+    """Passes forced tokens of the step to the row's gate. False: it refuses them."""
     for token in flight.forced.get(row, ()):
         if not queues.gates[slot].accept(token):
             flight.rejected[row] = f"the grammar failed: it forced token {token} and does not accept it"
@@ -98,7 +98,7 @@ def _accept_forced(flight: Flight, queues: Queues, row: int, slot: int) -> bool:
 
 
 def _note_forced(queues: Queues, slot: int, gate: Gate) -> None:
-    """Tokens that follow the one that is being sampled go into the row's next step."""
+    """Puts tokens that follow the one being sampled into the row's next step."""
     if slot in queues.running and queues.running[slot].job.jumps:
         forced = gate.forced()
         if len(forced) > 1:

@@ -1,8 +1,8 @@
-"""Media in the scheduler: which items' embeddings the device has, and what of them a step computes and reads.
+"""Media in the scheduler: which embeddings the device has, and which a step computes and reads.
 
-The device keeps embeddings in a store of rows, one for each position of an item. This is its account: the host decides which
-rows an item gets and when they are given to another one, and every step names the rows it writes and reads. Steps run in
-order, so that rows may be given away as soon as the last step that reads them is committed.
+The device keeps embeddings in a store of rows, one for each position of an item. The host allocates these rows, and
+every step names the rows that it writes and reads. Steps run in order, so rows can be reused as soon as the last step
+that reads them is committed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bough.core.messages import Generate, Ids
 from bough.core.step import I32, I64, Encode, MediaLimits, Pages, StepMedia
 
 Open = Callable[[Features], npt.NDArray[np.generic]]
-"""Opens the features of an item. Raises `OSError` or `ValueError` if they are gone, or are others."""
+"""Opens the features of an item. Raises `OSError` or `ValueError` if they are gone or do not match."""
 
 
 class MediaSight(NamedTuple):
-    """Which of a request's media tokens see by cross attention, from one of them on."""
+    """The media that tokens attend to by cross attention, from token `start` on."""
 
     start: int
     """The first of these tokens."""
@@ -118,7 +118,7 @@ class JobMedia:
 
     @property
     def end_turn(self) -> int:
-        """How far positions behind the prompt stand from where their KV lies."""
+        """Difference between positions after the prompt and their indices in the KV cache."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.num_prompt
 
     def tokens(self) -> dict[str, int]:
@@ -281,7 +281,7 @@ def media_key(key: I64, media: JobMedia) -> I64:
 
 
 class Kept(Struct, eq=False):
-    """An item whose embeddings are in the store, or will be once the steps in flight have run."""
+    """An item whose embeddings are in the store, or will be when the steps in flight have run."""
 
     rows: I32
     blocks: list[int]
@@ -327,7 +327,7 @@ class EmbeddingStore:
         return kept.rows, fresh
 
     def let_go(self, key: bytes, user: int) -> None:
-        """The request has no more use for the item."""
+        """The request no longer needs the item."""
         kept = self.kept.get(key)
         if kept is not None and user in kept.users:
             kept.users.remove(user)
@@ -379,7 +379,7 @@ class MediaCounters(Struct):
 
 
 class MediaAccount:
-    """What the scheduler knows of media: the store, what steps may compute, and what they did."""
+    """The scheduler's media state: the store, limits per step, and counters."""
 
     def __init__(self, limits: MediaLimits, open_features: Open) -> None:
         self.limits = limits
@@ -394,7 +394,7 @@ class MediaAccount:
 
 
 class EncodePlan:
-    """One step's media in the making: which items fit into it. Pure: the store is changed by `MediaStep`."""
+    """Plans one step's media: which items fit into it. Pure: `MediaStep` changes the store."""
 
     def __init__(self, account: MediaAccount) -> None:
         self._store = account.store

@@ -1,4 +1,4 @@
-"""What the next step does. `plan_step` is pure: it reads everything and changes nothing; `commit` carries the plan out."""
+"""Plans the next step. `plan_step` is pure: it reads everything and changes nothing; `commit` applies the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_DRAFTS = np.empty(0, np.int32)
 
 
 class ForcedRun(Struct):
-    """A row whose next tokens are forced. They go in at once: all of `queues.forced`, or its first token only."""
+    """A row whose next tokens are forced. The step computes all of `queues.forced` at once, or only the first token."""
 
     slot: int
     tokens: list[int]
@@ -30,7 +30,7 @@ class ForcedRun(Struct):
 
 
 class StepPlan(Struct):
-    """One step: rows that decode, rows with forced tokens, prompts' chunks; and rows that lose their memory before it."""
+    """One step: decode rows, rows with forced tokens, and chunks of prompts; and rows that are retracted before it."""
 
     decodes: I64
     num_new_columns: I32
@@ -85,7 +85,7 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
        request, they leave this step (`_take_out`); their memory is free in the next one.
     4. If nothing can run and nothing in flight will free memory, one row is retracted, so that the others get on.
 
-    Changes nothing: `commit` carries the plan out.
+    Changes nothing: `commit` applies the plan.
     """
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
@@ -124,12 +124,12 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
 
 
 def _wanted_tokens(queues: Queues) -> int:
-    """Of all prompts, what is not computed yet; some of it may turn out to be cached."""
+    """Prompt tokens of all requests that are not computed yet; some may turn out to be cached."""
     return queues.waiting.num_tokens + sum(len(phase.key) - phase.computed for phase in queues.prefilling.values())
 
 
 def _take_out(plan: StepPlan, preempt: list[int]) -> None:
-    """Rows that give way are not in the step."""
+    """Removes preempted rows from the step."""
     plan.preempt = preempt
     stay = ~np.isin(plan.decodes, preempt)
     plan.decodes, plan.num_new_columns = plan.decodes[stay], plan.num_new_columns[stay]
@@ -166,7 +166,7 @@ by the cost model, so that it does not bound batches."""
 
 
 def _pace(queues: Queues, plan: StepPlan) -> float:
-    """How many times their target the step's rows may wait for a token."""
+    """Factor of the target time per token that applies to the step's rows."""
     watched = queues.slots.watched
     is_watched = np.count_nonzero(watched[plan.decodes]) or any(watched[run.slot] for run in plan.runs)
     return _WATCHED if is_watched else _UNWATCHED
@@ -176,9 +176,9 @@ def prefill_budget(queues: Queues, limits: Limits, tokens: int, num_decodes: int
     """Prompt tokens for a step that has `tokens` left, such that the rows that decode in it keep their time per token,
     `pace` times the target.
 
-    While a crowd waits for its first tokens the target rests: larger chunks are more efficient, and all of the crowd gain
-    what a few lose. `queues.prefill_cap` bounds steps after the device ran out of memory, `cost.tokens_within` is None
-    while costs are not known or if there is no target.
+    While a crowd waits for its first tokens the target is ignored: larger chunks are more efficient, and the whole
+    crowd gains what a few rows lose. `queues.prefill_cap` bounds steps after the device ran out of memory,
+    `cost.tokens_within` is None while costs are not known or if there is no target.
     """
     budget = tokens if limits.whole_prompts else min(tokens, _chunk(queues, limits, pace))
     if queues.prefill_cap is not None:
@@ -218,8 +218,8 @@ def _slow_part_ms(queues: Queues, limits: Limits, num_decodes: int, pace: float)
 def _slow_tokens(queues: Queues, limits: Limits, budget: int, part_ms: float | None) -> int:
     """How much of the step's budget slow prompts may have.
 
-    Where their part is too short for a chunk that is worth its look at the prompt's KV, they take more at a time, and then
-    rest until what they took too much is given back.
+    If their part is too small for a chunk that justifies reading the prompt's KV again, they take a larger chunk and
+    then pause until the excess is paid back.
     """
     if part_ms is None or limits.whole_prompts:
         return budget
@@ -281,8 +281,8 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
 
 
 def _without_unsettled(queues: Queues, drafter: Drafter, limits: Limits, rows: I64) -> I64:
-    """Leaves out rows that had better wait until their steps in flight have settled: those whose drafts are found by
-    what they said last, and those that could outgrow the context if all their drafts turn out right."""
+    """Leaves out rows that should wait until their steps in flight have settled: those whose drafts depend on their
+    last tokens, and those that could exceed the context if all their drafts are accepted."""
     slots = queues.slots
     unknown = slots.last_step[rows] > queues.settled
     if not np.count_nonzero(unknown):
@@ -294,7 +294,7 @@ def _without_unsettled(queues: Queues, drafter: Drafter, limits: Limits, rows: I
 
 
 def _micro_batch(queues: Queues, limits: Limits, rows: I64) -> I64:
-    """Rows that are in no stage, those that have waited longest, so that each stage has its part of them."""
+    """Rows that are in no pipeline stage, those first that have waited longest, so that every stage gets its share."""
     most = limits.micro_batch or -(-len(rows) // limits.num_stages)
     at_rest = rows[queues.slots.last_step[rows] <= queues.settled]
     if len(at_rest) <= most:
@@ -359,7 +359,8 @@ def _plan_ahead(plan: StepPlan, limits: Limits, reach: int, left: int) -> None:
 
 
 def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: bool) -> I64:
-    """Of more rows than a step has room for, those that have waited longest; prompts keep a part of it."""
+    """If there are more rows than a step can have, those that have waited longest; a part of the step is kept for
+    prompts."""
     cap = limits.max_step_tokens
     if wants_prefill and cap > 1:
         cap -= max(1, min(limits.min_chunk_tokens, cap // 4))
@@ -370,8 +371,8 @@ def _within_tokens(queues: Queues, limits: Limits, rows: I64, *, wants_prefill: 
 
 
 def _plan_dry(queues: Queues, limits: Limits, rows: I64, needs: Bool, columns: int) -> StepPlan:
-    """Not every row can have its column: the youngest requests are retracted, unless pages of rows that are leaving are
-    about to come back."""
+    """Chooses the youngest requests to retract if there is not a column for every row, unless leaving rows are about to
+    free enough pages."""
     short_pages = (int(np.count_nonzero(needs)) - columns) * limits.layout.column_pages
     retract = victims(queues, limits, short_pages=short_pages) if coming(queues) < short_pages else []
     fits = ~needs | (np.cumsum(needs) <= columns)

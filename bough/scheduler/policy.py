@@ -1,7 +1,7 @@
 """The order in which waiting requests are looked at. Pure: reads the queue and the cache, changes nothing.
 
-Whatever the policy, requests that lost their memory come first, and the oldest request that younger ones have overtaken
-too often comes before all.
+Under every policy, retracted requests come first, and the oldest request that younger ones have overtaken too often
+comes before all others.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def outside_media(waiting: Waiting, found: Match, cache: CacheView) -> Match:
 
 
 def is_starved(waiting: Waiting) -> bool:
-    """Have younger requests run before this one in too many steps? It then comes first, whatever the policy, and counts as
-    short. `commit` counts the steps, because planning changes nothing."""
+    """Whether younger requests have run before this one in too many steps. It then comes first under every policy, and
+    counts as short. `commit` counts the steps, because planning changes nothing."""
     return waiting.skipped >= PATIENCE_STEPS
 
 
 def ordered(queues: Queues, cache: CacheView, limits: Limits) -> Iterator[Waiting]:
-    """Waiting requests, most deserving first: priorities descend, and within each, requests that lost their memory come
-    first. A starved request, if it is of the highest priority, comes before all."""
+    """Waiting requests in the order in which they are considered: by descending priority, and within each, retracted
+    requests first. A starved request, if it is of the highest priority, comes before all."""
     sort = ORDERS[effective(queues, cache, limits)]
     oldest = queues.waiting.oldest()
     starved = oldest if oldest is not None and is_starved(oldest) else None
@@ -75,7 +75,8 @@ def ordered(queues: Queues, cache: CacheView, limits: Limits) -> Iterator[Waitin
 
 
 def effective(queues: Queues, cache: CacheView, limits: Limits) -> SchedulePolicy:
-    """The policy that applies now: those that ask the tree need one, and lpm gives way when the queue is long."""
+    """The policy that applies now: policies that use the prefix tree need one, and lpm is replaced if the queue is
+    long."""
     policy = limits.policy
     queued = len(queues.waiting)
     if policy == "auto":
@@ -131,7 +132,7 @@ def dfs_weight(fresh: Iterable[Waiting], queues: Queues, cache: CacheView, limit
 
 
 def lof(fresh: Iterable[Waiting], queues: Queues, cache: CacheView, limits: Limits) -> Iterable[Waiting]:
-    """Longest output first: the long ones overlap with the most others."""
+    """Longest output first: long outputs then overlap with the most others."""
     return sorted(fresh, key=lambda w: -w.job.limit)
 
 
@@ -158,7 +159,7 @@ ORDERS: dict[SchedulePolicy, Order] = {
 
 
 def mix(seed: int, value: int) -> int:
-    """64 well-stirred bits of two numbers."""
+    """A 64-bit hash of two numbers."""
     x = (seed * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         x = ((x ^ (x >> shift)) * factor) & _MASK

@@ -11,7 +11,7 @@ from bough.scheduler.queues import Prefilling, Queues, Running, Waiting
 
 
 def freed_by(queues: Queues, phase: Prefilling | Running) -> int:
-    """Pages that become available when this row lets go: its own, and those of the tree that only it locks."""
+    """Pages that become available when this row is released: its own, and those of the tree that only it locks."""
     slots, layout = queues.slots, queues.slots.layout
     pages = slots.num_private(phase.slot)
     gone = slots.gone[:, phase.slot].tolist()
@@ -33,8 +33,8 @@ def _media_freed_by(queues: Queues, slot: int) -> int:
 
 
 def coming(queues: Queues) -> int:
-    """Pages that become available within the steps in flight: of rows on their way out, and columns of windows that rows
-    will have passed."""
+    """Pages that become available when the steps in flight have settled: those of leaving rows, and columns that
+    windows will have passed."""
     slots, layout = queues.slots, queues.slots.layout
     pages = sum(slots.num_private(slot) + _media_freed_by(queues, slot) for slot in queues.leaving)
     if not layout.windows:
@@ -49,7 +49,7 @@ def coming(queues: Queues) -> int:
 
 
 def youngest_first(queues: Queues, limits: Limits) -> list[Prefilling | Running]:
-    """Rows that prefill or run, those that give way first in front: less urgent, then younger, which is later in the order
+    """Rows that prefill or run, in the order in which they are retracted: less urgent first, then younger, by the order
     of arrival (`Job.seq`)."""
     phases: list[Prefilling | Running] = [*queues.prefilling.values(), *queues.running.values()]
     if limits.priority:
@@ -72,7 +72,8 @@ def victims(queues: Queues, limits: Limits, *, short_pages: int) -> list[int]:
 
 
 def give_way(queues: Queues, limits: Limits, waiting: Waiting, short_pages: int, short_slots: int) -> list[int]:
-    """Rows that are so much less urgent than `waiting` that it may take their place; empty if that would not be enough."""
+    """Rows that `waiting` may preempt because its priority is sufficiently higher; empty if their memory would not be
+    enough."""
     short_slots -= len(queues.leaving)
     short_pages -= coming(queues)
     ceiling = waiting.job.ask.priority - limits.preempt_gap

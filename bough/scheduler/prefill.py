@@ -39,7 +39,7 @@ always do."""
 
 
 class Share(Struct):
-    """A request's part of the budget: tokens `start..start + num_tokens` of its key."""
+    """A request's share of the budget: tokens `start..start + num_tokens` of its key."""
 
     phase: Prefilling | Waiting
     """The request: under way, or admitted with this share."""
@@ -70,7 +70,7 @@ class Share(Struct):
 
 
 class PrefillRoom(Struct):
-    """What a step has left for prompts."""
+    """Tokens and pages that a step has left for prompts."""
 
     tokens: int
     """The budget: prompt tokens that the step may have (`plan.prefill_budget`)."""
@@ -85,7 +85,7 @@ class PrefillRoom(Struct):
 
 
 class PrefillPlan(Struct):
-    """Shares in the order of their rows, and the rows that give way to a more urgent request."""
+    """Shares in the order of their rows, and the rows that are preempted for a more urgent request."""
 
     shares: list[Share] = []
     preempt: list[int] = []
@@ -168,7 +168,7 @@ class _Candidate(Struct):
 
 
 class _Sharing:
-    """One step's prefill in the making: what is left of the budget, and who got what."""
+    """Distributes one step's prefill budget: what is left of it, and the shares so far."""
 
     def __init__(self, queues: Queues, cache: CacheView, limits: Limits, room: PrefillRoom) -> None:
         self.queues = queues
@@ -233,7 +233,7 @@ class _Sharing:
                 self.plan.shares.append(share)
 
     def _turn(self, phase: Prefilling) -> tuple[int, int, int]:
-        """The urgent first; slow prompts after others that are as urgent, by turns."""
+        """By priority; slow prompts after others of the same priority, round robin."""
         level = -phase.job.ask.priority if self.limits.priority else 0
         is_slow = self._is_slow(len(phase.key) - phase.found)
         return level, is_slow, int(self.queues.slots.last_step[phase.slot]) if is_slow else 0
@@ -307,7 +307,7 @@ class _Sharing:
         return tokens
 
     def spend_rest(self) -> None:
-        """What short prompts did not want goes to the long ones."""
+        """Gives the long prompts what short ones did not use."""
         for share in self.plan.shares:
             if self.tokens > 0 and share.left:
                 self.pages += share.num_new_columns(self.limits.page_size) * self.height

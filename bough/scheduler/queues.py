@@ -1,4 +1,5 @@
-"""Every request the engine has, by phase. A phase is a type with its own queue; hot state lives in `SlotTable`."""
+"""All requests of the engine, by phase. A phase is a class with its own queue; frequently used state is in
+`SlotTable`."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ _CAP_HELD_STEPS = 64
 """Steps with prefills before the cap that is set after the device ran out of memory starts to grow. On a device that can't
 do what the memory plan says, 10 of some 900 steps fail; 35 with 4, 4 with 256 (`benchmarks/scheduler_constants.py`)."""
 _MOST_DEADLINES = 256
-"""Deadlines that are kept whether or not their requests have ended: up to here, tidying would cost more than they do."""
+"""Number of deadlines that are kept even if their requests have ended: removing so few would cost more than they do."""
 
 
 class Job(Struct, kw_only=True, eq=False):
-    """A request from its arrival to its end: what it asked for, and what all phases add to."""
+    """A request from its arrival to its end: its parameters, and the state that all phases share."""
 
     ask: Generate
     id: int
@@ -62,7 +63,7 @@ class Job(Struct, kw_only=True, eq=False):
     jumps: bool = False
     """Forced tokens may skip the sampler: nothing that it keeps or reports depends on seeing them."""
     may_draft: bool = False
-    """Several of its tokens may come at once."""
+    """A step may yield several of its tokens."""
     is_watched: bool = False
     """Its tokens are streamed to a client: they are sent before its end, and not only to look for a stop string."""
     scored_to: int = 0
@@ -196,13 +197,13 @@ class WaitingQueue:
             yield from fresh
 
     def add(self, waiting: Waiting) -> None:
-        """A request that has just come."""
+        """Adds a new request."""
         level = self._level(waiting)
         self._fresh[level][waiting.job.id] = waiting
         self._count(waiting, 1)
 
     def put_back(self, waiting: Waiting) -> None:
-        """A request that lost its memory: it goes before all others, except older ones of its kind."""
+        """Adds a retracted request: it comes before all others, except older retracted ones."""
         level = self._level(waiting)
         self._returning[level][waiting.job.id] = waiting
         ordered = sorted(self._returning[level].values(), key=lambda w: w.job.seq)
@@ -330,7 +331,7 @@ class Queues:
         back."""
         self.draining = False
         self.screen: Callable[[Generate], None] | None = None
-        """Looks at every request that comes, and raises for those that must not be served."""
+        """Called with every new request; raises for requests that must not be served."""
         self.epoch = 0
         """Changes with the set of running rows."""
         self._running_slots: I64 | None = None
@@ -341,11 +342,11 @@ class Queues:
         return len(self.prefilling) + len(self.running) + len(self.leaving)
 
     def shrink_prefills(self, num_tokens: int) -> None:
-        """The device ran out of memory: for the next steps, none has more prompt tokens than this."""
+        """Limits the prompt tokens of the next steps after the device ran out of memory."""
         self.prefill_cap, self._cap_held = num_tokens, _CAP_HELD_STEPS
 
     def grow_prefills(self) -> None:
-        """A step with prefills has gone well. Those that met the small memory are through before it is tried again."""
+        """Records that a step with prefills succeeded. The limit grows again only after a number of such steps."""
         if self.prefill_cap is None:
             return
         if self._cap_held:
@@ -364,7 +365,7 @@ class Queues:
         return int(self.slots.last_step[slot]) > self.settled
 
     def is_void(self, slot: int, step: int) -> bool:
-        """Is what this step, which is in flight, yields for the row dropped?"""
+        """Whether the result of this step in flight is dropped for the row."""
         return bool(self.void) and step <= self.void.get(slot, -1)
 
     def start_running(self, row: Running) -> None:
@@ -389,7 +390,7 @@ class Queues:
         return moves
 
     def add_deadline(self, job: Job) -> None:
-        """Notes when a request must be over. Those that ended before theirs are forgotten now and then."""
+        """Records a request's deadline. Deadlines of ended requests are removed from time to time."""
         if not job.ask.deadline_s:
             return
         if len(self.deadlines) >= _MOST_DEADLINES and len(self.deadlines) > 2 * len(self.where):

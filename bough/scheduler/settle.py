@@ -1,4 +1,4 @@
-"""What a step produced becomes output: tokens join their rows, rows end, memory goes back, messages go out.
+"""Applies the results of a step: tokens become output, rows end, memory is freed, messages are sent.
 
 Rows are handled as arrays; only rows that end, that have a gate or that want more than token ids are looked at one by one.
 

@@ -1,4 +1,4 @@
-"""Which spans of KV decode rows read together: a cut of the prefix tree that makes the attention of a step cheapest.
+"""Which spans of KV decode rows read together: chosen from the prefix tree such that attention of the step is cheapest.
 
 Rows below a node of the tree have the KV of its path in common. Attention may read a stretch of a path once for all rows
 below its end (a *span*), on several levels of the tree, and the rest row by row. Every span costs something by itself, so
@@ -19,12 +19,12 @@ from bough.scheduler.limits import Limits
 from bough.scheduler.queues import Queues
 
 MOST_CUTS = 64
-"""Nodes that are looked at as ends of spans, at most: those that most KV tokens could be saved at. 64 take 1 to 2 ms of the
-host's time."""
+"""Maximum number of nodes considered as ends of spans: those that could save the most KV tokens. 64 take 1 to 2 ms of
+host time."""
 
 
 class Groups:
-    """Remembers the grouping until the decode rows or their numbers of query tokens change."""
+    """Caches the spans until the decode rows or their numbers of query tokens change."""
 
     def __init__(self) -> None:
         self._slots: I64 | None = None

@@ -1,4 +1,4 @@
-"""What the host knows of each slot, as arrays: a step of a thousand rows reads and writes columns, never objects."""
+"""The host's state of each slot, as arrays: a step of a thousand rows reads and writes array columns, not objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NUM_STOP_IDS = 8
 NO_TOKEN = -1
 NEVER = np.iinfo(np.int32).max
 UNKNOWN_TURN = np.iinfo(np.int32).min
-"""Of a slot whose turn has to be sent again: a step failed that changed it."""
+"""Marks a slot whose turn has to be sent again, because the step that changed it failed."""
 UNKNOWN_LENGTH = -1
-"""The same of the length of its media."""
+"""Marks a slot whose media length has to be sent again."""
 ONE = np.array(1, np.int32)
-"""Added to a column: numpy takes it for a number in half the time that a number takes it."""
+"""The number 1 as an array: numpy adds it to a column in half the time that a Python number takes."""
 
 
 class SlotTable:
@@ -53,7 +53,8 @@ class SlotTable:
         """KV tokens that are computed for certain."""
         self.out_high: I32 = np.zeros(n, np.int32)
         self.out_low: I32 = np.zeros(n, np.int32)
-        """Output tokens, if every step yields one. A row that has as many as it may is not planned again."""
+        """Minimum number of output tokens: each launched step yields at least one. A row that has reached its limit is
+        not planned again."""
         self.out_settled: I32 = np.zeros(n, np.int32)
         self.out_limit: I32 = np.zeros(n, np.int32)
         self.num_decoded: I32 = np.zeros(n, np.int32)
@@ -152,7 +153,8 @@ class SlotTable:
         return count
 
     def settle_bounds(self, slot: int) -> None:
-        """Nothing in flight counts for the row: all that it has is known, and the newest token's KV is not in memory."""
+        """Resets the bounds of a row whose steps in flight are dropped: all its tokens are known, and the newest one
+        has no KV."""
         self.kv_high[slot] = self.known[slot] - ONE
         self.out_high[slot] = self.out_low[slot] = self.out_settled[slot]
 

@@ -1,7 +1,5 @@
-"""A picture of the tree and of the requests in it, for people who watch: bounded in size, with numbers only, unless the
-first tokens of spans are asked for.
-
-Spans are what a person would call nodes: runs of tree nodes that the same requests read and where nothing branches off.
+"""A view of the prefix tree and its requests for the playground: bounded in size, with numbers only, unless the first
+tokens of spans are requested. A span is a run of tree nodes that the same requests read and where nothing branches off.
 The paths of live requests come first, the rest by how recently it grew.
 """
 
@@ -18,7 +16,7 @@ from bough.cache.prefix import PrefixCache
 from bough.scheduler.queues import Compiling, Prefilling, Queues, Running, Waiting
 
 SIBLINGS = 64
-"""Children of one span that are looked at, beyond those on a live request's path."""
+"""Maximum number of children of a span that are visited, beyond those on a live request's path."""
 CHAIN = 1024
 """Nodes of one span at most; a longer run is drawn as several spans."""
 
@@ -28,7 +26,7 @@ have left it no page."""
 
 
 class TreeSpan(Struct, frozen=True):
-    """Some tokens of the tree and who reads them."""
+    """Consecutive tokens of the tree, and how many requests read them."""
 
     id: int
     parent: int
@@ -99,7 +97,7 @@ Shown = Running | Prefilling | Waiting | Compiling
 
 
 def _phases(queues: Queues) -> Iterator[Shown]:
-    """Those that run, oldest first, then those that wait, in their order."""
+    """Running requests, oldest first, then waiting ones in their order."""
     yield from queues.running.values()
     yield from queues.prefilling.values()
     yield from queues.waiting

@@ -1,4 +1,4 @@
-"""States of models with layers that keep one: where rows' states come from, and which of them the tree is to have.
+"""Recurrent states: where a row's state comes from, and which states are saved in the tree.
 
 A row begins with the state of the prefix that it found, or with none. Of prompts the state is saved behind the last full
 page of each chunk, and where the prompt leaves what the tree has: others may part there, too. Where the last
@@ -27,7 +27,7 @@ class StateSave(Struct, frozen=True):
 
 
 class StateStep:
-    """What one step does with states, in the making."""
+    """Builds what one step does with recurrent states."""
 
     def __init__(self, queues: Queues, cache: PrefixCache, loads: list[tuple[int, int]]) -> None:
         self._queues, self._cache = queues, cache
@@ -85,7 +85,7 @@ class StateStep:
 
 
 def keep_state(cache: PrefixCache, node: Node, save: StateSave, step: int) -> None:
-    """The tree gets a saved state, if its node ends there. `step` writes it."""
+    """Attaches a saved state to the tree, if a node ends there. `step` writes it."""
     if node.depth == save.num_tokens:
         cache.tree.keep_snapshot(node, save.place, step)
     else:
@@ -93,7 +93,7 @@ def keep_state(cache: PrefixCache, node: Node, save: StateSave, step: int) -> No
 
 
 def give_up_state(cache: PrefixCache, save: StateSave) -> None:
-    """Nothing will read a saved state."""
+    """Frees a saved state that nothing will read."""
     assert cache.snapshots is not None, "layers keep states"
     cache.snapshots.give_back(save.place)
 

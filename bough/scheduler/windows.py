@@ -1,4 +1,4 @@
-"""Windows move on: what no query to come can see goes back while its row runs."""
+"""Sliding windows: frees pages that no later query can see, while their rows run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_PAGES = np.empty(0, np.int32)
 
 
 def pass_windows(queues: Queues, cache: PrefixCache, slot_ids: I64) -> None:
-    """Gives up the columns of windows that these rows do not see any more.
+    """Frees the window columns that these rows no longer see.
 
     A step in flight begins no earlier than where the row is known to be: drafts that turn out wrong take it back that far
     and no further. So it does not read what is given up here.
