@@ -1,4 +1,4 @@
-"""Which page holds which prefix: the page pool, the radix tree over token prefixes, and what is evicted first.
+"""The prefix cache: the page pool, the radix tree over token prefixes, and eviction.
 
 in: token keys, page counts, step numbers. out: page numbers. never: torch, KV tensors, or requests.
 """

@@ -1,4 +1,4 @@
-"""Which cached prefix goes first when memory is needed. One function a policy: the smallest key is evicted first."""
+"""Eviction policies of cached prefixes. One function per policy: the smallest key is evicted first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 Order = Callable[["Node", int], Key]
-"""Takes a node and when it was last used: as a whole, or its pages in the lines of a window."""
+"""Takes a node, and the time of last use of the node or of its pages in the lines of a window."""
 
 SLRU_PROTECTED_HITS = 2
 """Hits from which `slru` protects a prefix, as in SGLang."""
@@ -33,7 +33,8 @@ def lfu(node: Node, last_used: int) -> Key:
 
 
 def slru(node: Node, last_used: int) -> Key:
-    """Least recently used of those hit less than twice, then of the others: a scan of new prefixes evicts none of these."""
+    """Segmented LRU: least recently used of the prefixes hit less than twice, then of the others. A scan of new
+    prefixes does not evict the latter."""
     return (int(node.hits >= SLRU_PROTECTED_HITS), last_used)
 
 
@@ -43,17 +44,17 @@ def fifo(node: Node, last_used: int) -> Key:
 
 
 def filo(node: Node, last_used: int) -> Key:
-    """Youngest: what came first stays."""
+    """Newest first: the oldest prefixes stay."""
     return (-node.born, -last_used)
 
 
 def mru(node: Node, last_used: int) -> Key:
-    """Most recently used: for scans longer than the cache, of which lru would keep nothing."""
+    """Most recently used: for scans longer than the cache, of which lru would keep no useful part."""
     return (-last_used, -node.born)
 
 
 def priority(node: Node, last_used: int) -> Key:
-    """Least urgent request's; among equals the least recently used."""
+    """Lowest request priority first; among equals the least recently used."""
     return (node.priority, last_used)
 
 
@@ -68,10 +69,10 @@ EVICTION: dict[EvictionPolicy, Order] = {
 }
 
 _FEW = 1024
-"""Offers that are kept whether or not they still count: up to here, tidying would cost more than they do."""
+"""Number of offers that are kept even if they are outdated: removing so few would cost more than they do."""
 
 LEAF = -1
-"""Instead of a window: the node itself, which has no children."""
+"""In place of a window's index: the node itself, a leaf."""
 
 
 class EvictionOffer(NamedTuple):
@@ -81,14 +82,14 @@ class EvictionOffer(NamedTuple):
     kind: int
     """`LEAF`, or the index of the window whose pages they are."""
     is_warm: bool
-    """Whether all of the node's pages are meant, or only those that no match is likely to need."""
+    """Whether the offer is for all of the node's pages, or only for those that no match is likely to need."""
 
 
 class Offers:
-    """What can be evicted, in order. Only the latest offer of a node, or of its pages in a window, counts.
+    """What can be evicted, in order. Only the latest offer of a node, or of its pages in a window, is valid.
 
-    A match that ends at a node needs the node's last columns of a window. Where rows end or part, others may follow; all
-    other columns of windows are *cold*, and go before anything else.
+    A match that ends at a node needs the node's last columns of a window. Requests may continue where rows end or
+    branch; all other columns of windows are *cold*, and are evicted before anything else.
     """
 
     def __init__(self, order: Order, layout: KvLayout) -> None:
@@ -97,7 +98,7 @@ class Offers:
         self._heap: list[tuple[bool, Key, int, Node, int]] = []
         self._stamp = 0
         self._most = _FEW
-        """Entries beyond which those that don't count any more are thrown out."""
+        """Number of entries above which outdated ones are removed."""
 
     def add_leaf(self, node: Node) -> None:
         """Offers a node without locks and children."""

@@ -1,7 +1,6 @@
-"""Pages that hold what media became for cross attention: written once, read by every request with the same media.
-
-They are found by a key of their content. Content that no request reads stays as a cache, and goes when its pages are needed,
-that which was used longest ago first.
+"""Pages with the keys and values of media for cross attention: written once, read by every request with the same media.
+They are found by a key of their content. Content that no request reads stays cached and is evicted, least recently used
+first, when its pages are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class FixedContent:
         self.users: set[int] = set()
         """Slots whose rows read it."""
         self.is_lost = False
-        """It was never written: what reads it has to start again."""
+        """It was never written: requests that read it have to be computed again."""
 
     def __repr__(self) -> str:
         return f"FixedContent({self.num_positions} positions, {self.pages.size} pages, users={sorted(self.users)})"
@@ -45,7 +44,7 @@ class FixedPages:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._kept: OrderedDict[bytes, FixedContent] = OrderedDict()
-        """Used longest ago first."""
+        """Least recently used first."""
         self._lost: list[FixedContent] = []
         """Not to be found any more, but rows that read it have not let go yet."""
         self.num_evictable = 0
@@ -88,7 +87,8 @@ class FixedPages:
             self._drop(content)
 
     def evict(self, num_pages: int) -> int:
-        """Frees `num_pages` pages or a few more, as far as content that no row reads goes. Returns how many."""
+        """Frees at least `num_pages` pages of content that no row reads, or all of them if there are fewer. Returns how
+        many."""
         freed = 0
         for content in [each for each in self._kept.values() if not each.users]:
             if freed >= num_pages:
@@ -112,7 +112,7 @@ class FixedPages:
                 self.num_detached += content.pages.size
 
     def clear(self) -> int:
-        """Forgets what no row reads. Returns the number of pages freed."""
+        """Evicts all content that no row reads. Returns the number of pages freed."""
         return self.evict(self.num_evictable)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Nodes of the radix tree, and what is said about them."""
+"""Nodes of the radix tree, and results of lookups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_KEY = np.empty(0, np.int64)
 
 
 class WindowHold:
-    """What rows and eviction need to know of a node's pages in the lines of one window."""
+    """Locks and time of last use of a node's pages in the lines of one window."""
 
     __slots__ = ("last_used", "locks", "stamp")
 
@@ -53,7 +53,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.depth: int = len(key) + (parent.depth if parent is not None else 0)
         self.locks = 0
-        """Rows whose path leads here."""
+        """Number of rows whose path contains this node."""
         self.held: tuple[WindowHold, ...] = ()
         """Per window of the model."""
         self.hits = 0
@@ -64,7 +64,7 @@ class Node:
         """The last step that computes pages of it."""
         self.stamp = 0
         self.snapshot = 0
-        """Where the state behind its last token is; 0: nowhere."""
+        """Place of the recurrent state after its last token; 0: there is none."""
         self.detached = False
 
     @property
@@ -77,7 +77,7 @@ class Node:
 
 
 class Match(Struct, frozen=True):
-    """The longest prefix of a key that a row can go on from. `path` holds the nodes and how many columns of each it
+    """The longest prefix of a key that a row can continue from. `path` holds the nodes and how many columns of each it
     covers."""
 
     num_tokens: int
@@ -87,14 +87,15 @@ class Match(Struct, frozen=True):
     shape: int = -1
     """`RadixTree.shape` when it was matched."""
     in_tree: int = 0
-    """Tokens that the tree has, in whole pages. In models with states it can be more than `num_tokens`: where the tree has
-    no state, nothing can go on."""
+    """Tokens that the tree has, in whole pages. In models with recurrent states it can be more than `num_tokens`,
+    because a row can continue only where a state was saved."""
     tail_pages: I32 | None = None
     """If `num_tokens` goes beyond the last full page: per line, the page whose first tokens are those beyond it."""
 
 
 class Extended(Struct, frozen=True):
-    """Where a row stands after `extend`. `switched`: runs of columns that the tree had already, by offset into the tail."""
+    """A row's position in the tree after `extend`. `switched`: runs of columns that the tree had already, by offset
+    into the tail."""
 
     node: Node
     switched: tuple[tuple[int, Pages], ...] = ()

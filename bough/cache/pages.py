@@ -63,7 +63,7 @@ class PagePool:
             self.num_deferred += len(pages)
 
     def settle(self, step: int) -> None:
-        """Every step up to `step` is over."""
+        """Frees pages that were kept back: every step up to `step` has settled."""
         while self._later and self._later[0][0] <= step:
             pages = self._later.popleft()[1]
             self.num_deferred -= len(pages)

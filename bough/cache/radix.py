@@ -5,9 +5,9 @@ path to the root, so a node without locks has no locked descendant and its pages
 the tree when the step that computes them is committed; if that step fails they are detached: no match finds them any
 more, and they are freed when the last row that reads them lets go.
 
-Pages of windows are different in three ways. A row locks those alone that it still sees, column by column. What no row
-sees can be evicted although the rest of the node stays: a 0 stands in its place. And a prefix can be gone on from only
-where the tokens that the next one sees are all there.
+Pages of windows are different in three ways. A row locks only those that it still sees, column by column. Pages that no
+row sees can be evicted while the rest of the node stays; their entries become 0. And a row can continue from a prefix
+only if all tokens that its next token sees are still there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bough.core.kv import KvLayout
 from bough.core.step import I32, I64, Bool, Pages
 
 _WORTH_A_COPY = 4
-"""A page is copied for a quarter of its tokens, at least. With pages of 16 tokens, prompts that go on from the middle of one
-compute 2 % fewer tokens than with whole pages only; copying for single tokens spares 0.1 % more
+"""A page is copied if at least a quarter of its tokens can be used. With pages of 16 tokens, prompts that continue from
+the middle of one compute 2 % fewer tokens than with whole pages only; copying for single tokens spares 0.1 % more
 (`benchmarks/scheduler_constants.py`)."""
 _LOOKED_AT = 16
-"""Branches among which such a page is looked for, the newest first: bounds the host's time."""
+"""Maximum number of branches searched for such a page, newest first: bounds the host's time."""
 
 
 class RadixTree:
@@ -98,7 +98,7 @@ class RadixTree:
             self._changed_states()
 
     def lend_snapshot(self) -> int:
-        """A place for a row's state; 0: there is none."""
+        """Lends a place for a row's state; 0: none is free."""
         assert self.snapshots is not None, "layers keep states"
         number, loser = self.snapshots.lend()
         if loser is not None:
@@ -160,7 +160,7 @@ class RadixTree:
                     yield child, 0
 
     def still_longest(self, found: Match, key: I64, limit: int) -> bool:
-        """Would matching again give the same? May say no where it would, never the other way round."""
+        """Whether matching again would give the same result. May return False although it would, never the reverse."""
         if not found.path or found.shape != self.shape:
             return False
         node = found.path[-1][0]
@@ -187,7 +187,7 @@ class RadixTree:
         return columns
 
     def roots(self) -> list[Node]:
-        """One a namespace that has nodes or rows. They hold no tokens."""
+        """One root per namespace that has nodes or rows. Roots hold no tokens."""
         return list(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
@@ -483,7 +483,7 @@ class RadixTree:
         return not self._growing and not node.pages.any()
 
     def clear(self) -> None:
-        """Forgets everything. No row may hold a lock."""
+        """Removes everything. No row may hold a lock."""
         if any(root.locks for root in self._roots.values()):
             raise ValueError("the tree can't be cleared while rows read it")
         for node in self.nodes():

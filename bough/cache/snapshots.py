@@ -1,8 +1,7 @@
-"""Places for states of layers that keep one: which of them hold the state behind which prefix.
-
-A state is of all tokens of a prefix together, so a row can go on from a prefix only where a snapshot was taken: behind the
-last token of a node. There are few places. The least recently used snapshot gives way to a new one, those first behind which
-one branch goes on, because requests seldom part there again.
+"""Places for snapshots of recurrent states, and the prefix that each belongs to. A state covers all tokens of a prefix
+together, so a row can continue from a prefix only where a snapshot was taken: after the last token of a node. There are
+few places. The least recently used snapshot is replaced first; before that, snapshots of nodes with a single child,
+because requests seldom branch there again.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ class Snapshots:
     def __init__(self, count: int) -> None:
         self.count = count
         self.num_lent = 0
-        """Places that rows have, which no match finds."""
+        """Places lent to rows, which no match finds."""
         self._free = list(range(count, 0, -1))
         self._owner: dict[int, Node] = {}
         self._step: dict[int, int] = {}
@@ -50,7 +49,7 @@ class Snapshots:
         self._free.append(number)
 
     def keep(self, node: Node, number: int, step: int) -> bool:
-        """A row's place becomes the node's. False: the node has one, and the row's is free."""
+        """Moves a row's place to the node. False: the node already has one, and the row's place becomes free."""
         if node.snapshot or node.detached or node.parent is None:
             self.give_back(number)
             return False
@@ -73,7 +72,7 @@ class Snapshots:
             node.snapshot = 0
 
     def drop_since(self, step: int) -> bool:
-        """Frees what this step and later ones write. True if there was anything."""
+        """Frees the snapshots that this step and later ones write. Returns whether there were any."""
         lost = [self._owner[number] for number, wrote in self._step.items() if wrote >= step]
         for node in lost:
             self.drop(node)

@@ -1,4 +1,5 @@
-"""What every entrance shares: check and tokenise a request, submit it, await its news, abort it; native JSON both ways.
+"""The engine's client, shared by all entrypoints: checks and tokenises requests, submits them, awaits their deltas,
+aborts them; converts native JSON.
 
 in: `Request`s. out: `DeltaStream`s of `Delta`s, replies to control calls. never: HTTP, torch, or starting processes.
 """

@@ -1,8 +1,7 @@
-"""Beam search: the likeliest whole answers instead of drawn ones.
-
-The engine knows nothing of beams. Each step asks for the best next tokens of every beam, which the prefix cache makes a
-step of one token, and keeps the likeliest continuations. What ends, counts and wins is as in transformers' `generate`
-with `num_beams`, a length penalty of 1 and no early stopping.
+"""Beam search: the most likely whole answers instead of sampled ones. The engine does not know about beams. Each step
+asks for the best next tokens of every beam, which the prefix cache makes a step of one token, and keeps the likeliest
+continuations. Endings, scores and the final ranking are those of transformers' `generate` with `num_beams`, a length
+penalty of 1 and no early stopping.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Beam:
 
 
 class BeamSearch:
-    """The search itself: no I/O. Feed `advance` the best next tokens of each live beam until `done`."""
+    """The search itself, without I/O. Call `advance` with the best next tokens of each live beam until `done`."""
 
     def __init__(self, *, width: int, max_new_tokens: int, min_new_tokens: int = 0, stops: frozenset[int]) -> None:
         self._width = width
@@ -81,7 +80,7 @@ class BeamSearch:
         return max(2, 1 + len(self._stops)) * self._width
 
     def advance(self, rows: Sequence[Scored]) -> None:
-        """One more token. `rows[i]` belongs to `live[i]`."""
+        """Extends all beams by one token. `rows[i]` belongs to `live[i]`."""
         length = len(self.live[0].tokens) + 1
         found = [
             (beam.total + logprob, -at, -token, beam, logprob, row)
@@ -113,7 +112,7 @@ class BeamSearch:
 
 
 def check(request: Request, sampling: SamplingParams, num_stops: int) -> None:
-    """Raises `InvalidRequest` for what a search can't respect."""
+    """Raises `InvalidRequest` for parameters that a beam search does not support."""
     refused = [
         ("penalties", sampling.penalised),
         ("stop strings", bool(sampling.stop or sampling.stop_regex)),
@@ -170,7 +169,8 @@ class Search:
         answered: Callable[[int, Delta], None],
         ended: Callable[[], None],
     ) -> None:
-        """`answered` hears of every answer, by its place among the streams; `ended`, once, that there will be no more."""
+        """`answered` is called with every answer and the index of its stream; `ended` is called once, after the last
+        answer."""
         self.rid = streams[0].rid
         self.tenant = streams[0].tenant
         self._search = search
@@ -190,7 +190,7 @@ class Search:
         self._task.cancel()
 
     def give_up(self) -> None:
-        """Ends it if no caller waits any more."""
+        """Ends the search if no stream is waiting any more."""
         if all(stream.ended for stream in self._streams):
             self._task.cancel()
 
@@ -213,7 +213,7 @@ class Search:
             self._answered(at, self._delta(at, beam))
 
     def _done(self, task: asyncio.Future[None]) -> None:
-        """However it ended, perhaps before it began."""
+        """Called when the search has ended for any reason, perhaps before it began."""
         if task.cancelled():
             if self._aborted:
                 self._end_all(End(reason="abort", message=self._aborted, status=GIVEN_UP, code="aborted"))
@@ -226,7 +226,7 @@ class Search:
         self._ended()
 
     async def _step(self) -> End | None:
-        """One token for every beam; or how a request of the step ended badly."""
+        """Computes the next tokens of every beam. Returns them, or the failed end of one of the requests."""
         beams = self._search.live
         prompts = [np.concatenate([self._prompt, np.asarray(beam.tokens, np.int32)]) for beam in beams]
         deltas = await self._ask(prompts)
@@ -260,7 +260,7 @@ class Search:
 
 
 def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | None, text: TextSpec | None) -> Delta:
-    """A beam's answer with its text, as the detokenizer would tell it. `text` None: tokens only."""
+    """A beam's answer with its text, as the detokenizer would send it. `text` None: tokens only."""
     scores, spec = delta.logprobs, request.logprobs
     if scores is not None:
         top = [row[: spec.top] for row in scores.top] if spec is not None and spec.top else []
@@ -283,7 +283,7 @@ def spoken(delta: Delta, request: Request, prompt: Ids, tokenizer: Tokenizer | N
 def _text(
     ids: list[int], end: End, prompt: Ids, tokenizer: Tokenizer, spec: TextSpec, parser: ResponseParser | None
 ) -> str:
-    """What the tokens say: without the one that stopped the answer, and with the special ones that the parser reads."""
+    """The text of the tokens, without the stop token and with the special tokens that the parser reads."""
     markers = parser.markers if parser is not None else ()
     if end.reason == "stop" and not spec.no_stop_trim and tokenizer.token_text(ids[-1]) not in markers:
         ids = ids[:-1]

@@ -1,4 +1,4 @@
-"""Who sends a request, as the entrance that took it has found out."""
+"""The sender of a request, as the entrypoint has authenticated it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class Caller(Struct, frozen=True, kw_only=True):
     """A client with a key, a client of a server without keys, or a part of the server that calls routes from inside."""
 
     tenant: str = ""
-    """Name of the client's key, to which everything belongs that it makes; empty where there are no keys."""
+    """Name of the client's key, which owns everything that the client creates; empty if there are no keys."""
     admin: bool = False
     """It may act on requests of other tenants."""
     isolated: bool = False
     """It shares cached prefixes with its own tenant only."""
     whole: bool = False
-    """It takes whole answers only: one that is cut off, by whatever, is an error for it."""
+    """It accepts only complete answers: an answer that was cut off is an error."""
 
     def namespace(self, salt: str = "") -> str:
         """The cache namespace of a request with this salt."""

@@ -1,4 +1,4 @@
-"""The way into the engine, for one API process: requests in, deltas out."""
+"""The engine client of one API process: requests in, deltas out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ _WATCH_EVERY_S = 0.25
 
 
 class EngineClient:
-    """Submits requests and hands out their news. Everything runs in the event loop that `start` was called in."""
+    """Submits requests and returns their delta streams. Everything runs in the event loop in which `start` was
+    called."""
 
     def __init__(
         self,
@@ -85,17 +86,17 @@ class EngineClient:
     ) -> None:
         """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
         `pools`: whether the model pools; requests of the other kind are refused. `processors`: the logit processors
-        that requests may name. None: any are sent. `truncate`: what is too long is cut, not refused. `parallel`: how many
-        engines there are, and how requests are spread over them; None: there is one. `media`: what prepares images and the
-        like; None: the model takes text only."""
+        that requests may name. None: any are sent. `truncate`: prompts that are too long are truncated instead of
+        refused. `parallel`: how many engines there are, and how requests are spread over them; None: there is one.
+        `media`: prepares images, video and audio; None: the model takes text only."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
         self.stats = EngineClientStats()
         self.meter: RequestMeter | None = None
-        """Is notified of every request, if requests are counted."""
+        """Called with every request, for metrics."""
         self.quota: Quota | None = None
-        """Asked before a request is taken, where tenants have limits."""
+        """Checks the limits of tenants before a request is accepted."""
         self._endpoints = endpoints
         self._worker = worker
         self._parallel = parallel or ParallelConfig()
@@ -122,7 +123,7 @@ class EngineClient:
         self._names: Counter[tuple[str, str]] = Counter()
         """How many streams each name has, by tenant."""
         self._unpaid: dict[int, str] = {}
-        """Requests that were given up and whose end has not come yet, with their tenants: it says what they used."""
+        """Aborted requests whose end has not arrived yet, with their tenants: the end contains their usage."""
         self._turns: dict[int, tuple[SessionParams, SessionTurn]] = {}
 
     @classmethod
@@ -138,7 +139,7 @@ class EngineClient:
         parallel: ParallelConfig | None = None,
         media: Media | None = None,
     ) -> EngineClient:
-        """From what the engine said when it was ready."""
+        """Makes a client from the facts that the engine reported when it was ready."""
         return cls(
             endpoints,
             tokenizer=tokenizer,
@@ -166,7 +167,7 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Gives up what is left and closes the channels."""
+        """Aborts the remaining requests and closes the channels."""
         self.fail_all(Unavailable(what="the server is shutting down"))
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
@@ -187,10 +188,9 @@ class EngineClient:
         return (await self.submit_batch([request]))[0]
 
     async def submit_batch(self, requests: Sequence[Request]) -> list[list[DeltaStream]]:
-        """Like `submit`, for many at once: all of them, or an error and none.
-
-        Many token ids are checked and sent piece by piece, so that the engine begins with the first while the last are
-        still read; those that were sent before one is refused are given up.
+        """Like `submit`, for many requests: submits all of them, or none and raises. Large batches of token ids are
+        checked and sent in pieces, so that the engine can begin with the first; if a later one is refused, those
+        already sent are aborted.
         """
         self._check_alive()
         self._preparer.check(requests)
@@ -229,7 +229,7 @@ class EngineClient:
         self._replicas.send_all(outgoing)
 
     async def collect(self, request: Request) -> list[Delta]:
-        """Submits and awaits whole answers, one delta each."""
+        """Submits and awaits complete answers, one delta each."""
         streams = await self.submit(request)
         try:
             return [await stream.collect() for stream in streams]
@@ -269,9 +269,8 @@ class EngineClient:
         return len(self._streams)
 
     def fail_all(self, error: BoughError) -> None:
-        """Every waiting request and call raises `Unavailable`, and so do later ones.
-
-        An error of another kind is the launcher's cause: it is for the log, not for clients.
+        """Makes every waiting and later request and call raise `Unavailable`. An error of another kind is the
+        launcher's reason, which is logged and not shown to clients.
         """
         if not isinstance(error, Unavailable):
             error = Unavailable(what="the engine has stopped", fix="the server's log says why")
@@ -293,7 +292,7 @@ class EngineClient:
         return await self.call(GetInfo, timeout_s)
 
     async def infos(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[int, dict[str, Any]]:
-        """What each engine says of itself, by its number."""
+        """The report of each engine, by its index."""
         alive = self._replicas.alive
         bodies = await asyncio.gather(*(self.call(GetInfo, timeout_s, replica=each) for each in alive))
         return dict(zip(alive, bodies, strict=True))
@@ -381,8 +380,8 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _named(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Holds the names that clients gave their requests, until these hold them themselves. Raises `InvalidRequest` if a
-        request of the same tenant has one already."""
+        """Reserves the `rid`s that clients chose, until their requests are registered. Raises `InvalidRequest` if a
+        request of the same tenant already uses one."""
         names = list(dict.fromkeys((each.caller.tenant, each.rid) for each in requests if each.rid))
         taken = [rid for tenant, rid in names if self._names[tenant, rid]]
         if taken:
@@ -404,8 +403,8 @@ class EngineClient:
     def _charged(
         self, requests: Sequence[Request], places: list[WorkHold], streams: list[list[DeltaStream]]
     ) -> Iterator[None]:
-        """Charges the tenant for prompts as large as they look, and afterwards for those that were sent as large as they
-        are. Gives back places that were not used. Raises `Overloaded`."""
+        """Charges the tenant for the estimated size of the prompts, and afterwards for the exact size of those that
+        were sent. Releases unused admissions. Raises `Overloaded`."""
         quota, tenant = self.quota, requests[0].caller.tenant if requests else ""
         charged = 0
         try:
@@ -424,7 +423,7 @@ class EngineClient:
     def _search(
         self, request: Request, prompted: Prompted, sampling: SamplingParams, places: list[WorkHold]
     ) -> list[DeltaStream]:
-        """Begins a beam search: its steps are requests of their own, its answers come all at once."""
+        """Starts a beam search: its steps are separate requests, and its answers arrive together."""
         prompt, media = prompted
         stops = frozenset([*(() if sampling.ignore_eos else self._eos_ids), *sampling.stop_token_ids])
         beams.check(request, sampling, len(stops))
@@ -648,14 +647,12 @@ class EngineClient:
 
 
 _HEAD_IDS = 8
-"""Of a prompt: what a request and those that go on from it have in common."""
+"""Number of first prompt tokens that identify requests which continue one another."""
 
 
 def _together(request: Request, prompt: Ids, *, keep: bool) -> str:
-    """A name that requests have in common which must meet in one engine; empty: it may go to any.
-
-    A session's turns go by its name. Requests that are kept for a join, and those that follow one, go by the beginning of
-    their prompts.
+    """Routing key of requests that must go to the same engine; empty: any engine. Requests of a session use its name.
+    Requests that are kept for a join, and those that follow one, use the beginning of their prompts.
     """
     if request.session is not None:
         return request.session.id

@@ -11,7 +11,7 @@ from bough.engine_client.request import Request
 from bough.tokenizer import Tokenizer
 
 TAIL_IDS = 8
-"""Of a prompt's end: enough for decoding what follows as it would be decoded behind all of it."""
+"""Number of last prompt tokens that the detokenizer gets as left context."""
 _NEVER = 2**31 - 1
 """As `TextSpec.every`: only at the end."""
 
@@ -27,7 +27,7 @@ def compose(
     tokenizer: Tokenizer | None,
     media: PromptMedia | None = None,
 ) -> Generate:
-    """What all of the request's answers have in common; `for_answer` makes the message of each."""
+    """The fields that all answers of a request share; `for_answer` makes the message of each."""
     text = text_spec(request, prompt, sampling, tokenizer)
     return Generate(
         id=0,
@@ -63,7 +63,7 @@ def compose(
 
 
 def _heeds_eos(sampling: SamplingParams) -> bool:
-    """An end token that is ignored still completes a grammar, and is no part of the answer then."""
+    """Whether an ignored end token still completes a grammar; it is then not part of the answer."""
     grammar = sampling.grammar
     return not sampling.ignore_eos or (grammar is not None and not grammar.after_reasoning)
 
@@ -78,7 +78,7 @@ def for_answer(common: Generate, index: int, request_id: int, *, trace: bool) ->
 
 
 def text_spec(request: Request, prompt: Ids, sampling: SamplingParams, tokenizer: Tokenizer | None) -> TextSpec | None:
-    """What the detokenizer is to do; None: the tokens alone are wanted, or can be had."""
+    """The detokenizer's instructions; None: only token ids are wanted or available."""
     if tokenizer is None or request.pool:
         return None
     if not request.want_text and not (sampling.stop or sampling.stop_regex):

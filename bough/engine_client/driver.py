@@ -1,7 +1,6 @@
-"""Who turns an event loop that serves calls from threads: the thread that waits for an answer, or one in the background.
-
-A thread that turns the loop itself is not woken by another one, nor does it wake one: a lone call begins and ends in its own
-thread. While calls overlap, are cancelled or come from coroutines, the background thread turns the loop for all of them.
+"""Runs an event loop that serves calls from threads, either in the thread that waits for an answer or in a background
+thread. A single call that runs the loop in its own thread needs no thread switches. While calls overlap, are cancelled
+or come from coroutines, the background thread runs the loop for all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from bough.engine_client.selector import CallerSelector
 T = TypeVar("T")
 
 _LINGER_S = 0.1
-"""After its last call, the background thread keeps turning for so long, unless a lone caller comes to do it itself: what
-was cancelled ends meanwhile."""
+"""Seconds for which the background thread keeps running the loop after its last call, so that cancelled work can end,
+unless a single caller takes over the loop."""
 _END_S = 2.0
-"""Time for what is left to end when the loop is closed."""
+"""Seconds that remaining work has to end when the loop is closed."""
 
 
 class DriverClosed(Unavailable):
@@ -49,9 +48,9 @@ class Driver:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop(self._selector)
         self._lock = threading.Lock()
         self._turning = False
-        """A caller turns the loop, or is about to."""
+        """A caller runs the loop, or is about to."""
         self._background = False
-        """That is the background thread."""
+        """The background thread runs the loop."""
         self._calls = 0
         """Calls that were submitted and are not done."""
         self._closed = False
@@ -105,9 +104,9 @@ class Driver:
     # -- in the caller's thread --------------------------------------------------------------------------------------
 
     def _claim(self) -> bool:
-        """Whether the calling thread shall turn the loop."""
+        """Whether the calling thread should run the loop."""
         if asyncio._get_running_loop() is not None:
-            return False  # a thread turns one loop at a time
+            return False  # a thread runs one loop at a time
         with self._lock:
             if self._lingers():  # calls that follow one another closely would never find it at rest
                 self.loop.call_soon_threadsafe(self._leave)
@@ -199,7 +198,7 @@ class Driver:
                         break
             with self._lock:
                 ends = self._closed and (self._background or not self._turning)
-            if ends:  # otherwise a caller still turns the loop, and says when it no longer does
+            if ends:  # otherwise a caller still runs the loop, and notifies when it stops
                 self._end()
                 return
 
@@ -219,7 +218,7 @@ class Driver:
         self.loop.run_forever()
 
     def _rest_when_idle(self) -> None:
-        """In the loop, while the background thread turns it: stops it once there were no calls for a while."""
+        """In the loop, while the background thread runs it: stops it if there were no calls for a while."""
         if self._calls == 0 and self._background:
             self.loop.call_later(_LINGER_S, self._rest)
         elif self._background:

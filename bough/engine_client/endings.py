@@ -1,4 +1,4 @@
-"""How a request ended, as an error where it ended badly."""
+"""Turns failed ends of requests into errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BY_STATUS: dict[int, type[BoughError]] = {
 }
 
 GIVEN_UP = Aborted.status
-"""Status of a request that a client or an operator gave up."""
+"""HTTP status of a request that a client or an operator aborted."""
 
 
 def raise_if_failed(end: End | None, *, whole: bool = False) -> None:
@@ -56,6 +56,6 @@ def raise_if_failed(end: End | None, *, whole: bool = False) -> None:
 
 
 def as_error(end: End) -> BoughError:
-    """What a bad end would have been had it been raised."""
+    """The error of a failed end, without raising it."""
     kind = _BY_CODE.get(end.code) or _BY_STATUS.get(end.status) or RequestFailed
     return kind(what=end.message or "the request failed", param=end.param or None)

@@ -1,4 +1,4 @@
-"""How much is let in, and what has come of it: the gate as the engine client knows it, and the engine client's counters."""
+"""Admission as the engine client sees it, and the engine client's counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.core.messages import Ids
 
 
 class WorkHold(Protocol):
-    """An admitted request's hold on the gate's bounds."""
+    """An admitted request's share of the admission limits."""
 
     def began(self) -> None: ...
 
@@ -19,13 +19,13 @@ class WorkHold(Protocol):
 
 
 class WorkGate(Protocol):
-    """Decides how much work is let in; raises `Overloaded`."""
+    """Admission control; raises `Overloaded`."""
 
     def admit(self, *, requests: int, tokens: int) -> WorkHold: ...
 
 
 class Quota(Protocol):
-    """Keeps tenants within their rates of tokens, and counts what they use."""
+    """Enforces the token rates of tenants, and counts their usage."""
 
     def charge(self, tenant: str, tokens: int) -> None:
         """The tenant is about to have about `tokens` computed; raises `Overloaded` if it has used up its rate."""
@@ -42,7 +42,7 @@ class EngineClientStats:
 
     submitted: int = 0
     ended: Counter[str] = field(default_factory=Counter)
-    """By `End.reason`, and `given_up` for those whose client went away."""
+    """By `End.reason`, and `given_up` for requests whose client disconnected."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -50,11 +50,11 @@ class EngineClientStats:
 
 
 _BYTES_PER_TOKEN = 3
-"""On the safe side for English, about right for code and other scripts."""
+"""Characters per token: a cautious estimate for English, about right for code and other scripts."""
 
 
 def num_tokens(prompt: str | Sequence[int] | Ids) -> int:
-    """How many tokens a prompt has: of a text, about."""
+    """Number of tokens of a prompt; for a text, an estimate."""
     return estimate_tokens(prompt) if isinstance(prompt, str) else len(prompt)
 
 

@@ -1,6 +1,6 @@
-"""Joined contexts: branches of one prompt, one behind the other, whose KV the engine has lined up without computing it.
-
-A join is a session that requests go on from by its id; any number of them may, at the same time, through any API process.
+"""Joined contexts: branches of one prompt, one after the other, whose KV the engine has concatenated without computing
+it again. A join is a session that requests continue by its id; any number of them may, at the same time, through any
+API process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bough.engine_client.replicas import home_of
 from bough.tokenizer import Tokenizer
 
 PREFIX: Final = "join-"
-"""What ids of joined contexts begin with."""
+"""Prefix of ids of joined contexts."""
 _MAX_REMEMBERED: Final = 256
 _MAX_SHIFT: Final = 2**24
 
@@ -35,7 +35,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JoinAsk:
-    """Which requests to join: their names."""
+    """The names of the requests to join."""
 
     parent: str
     branches: tuple[str, ...]
@@ -82,7 +82,7 @@ class Joins:
         self._known: dict[str, Ids] = {}
 
     async def join(self, ask: JoinAsk, namespace: str = "", caller: Caller = ANYBODY) -> Json:
-        """Joins and returns `{success, session_id, ...}`, or `{success: False, message}` where it can't be done."""
+        """Joins and returns `{success, session_id, ...}`, or `{success: False, message}` if that is not possible."""
         own_branches = tuple(owned_name(caller.tenant, name) for name in ask.branches)
         names = (owned_name(caller.tenant, ask.parent), *own_branches)
         try:

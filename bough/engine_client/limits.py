@@ -1,4 +1,4 @@
-"""What the engine can take: checks of prompts and lengths, before anything is sent."""
+"""Checks prompts and lengths against the engine's limits, before anything is sent."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RequestLimits:
         self._longest_token = 0
 
     def taken_of(self, text: str) -> str:
-        """As much of a text as can fill the context. Raises if it can't be taken at all, or is too long whatever its tokens
-        are."""
+        """The part of a text that can fill the context. Raises if texts are not accepted at all, or if it is too long
+        for any tokenization."""
         if self._tokenizer is None:
             raise InvalidRequest(
                 what="the prompt is text",
@@ -58,7 +58,7 @@ class RequestLimits:
         return text
 
     def cut(self, prompt: Ids) -> Ids:
-        """The prompt, without what leaves no room for one token of an answer, where prompts may be cut."""
+        """The prompt, truncated (if that is allowed) so that at least one token of an answer fits."""
         most = self._context_length - 1
         if not self._truncate or len(prompt) <= most:
             return prompt
@@ -143,7 +143,8 @@ class RequestLimits:
 
 
 def _as_array(ids: Sequence[int]) -> npt.NDArray[Any]:
-    """Numbers as they are; what are no integers becomes an array of none. `array` refuses those, where numpy would cast."""
+    """The ids as an array; an empty float array if one is not an integer. `array` refuses those, where numpy would cast
+    them."""
     try:
         numbers = np.frombuffer(array("I", ids), np.uint32)  # three times as fast as any signed kind
         if not len(numbers) or numbers.min() > 1 or bool not in map(type, ids):  # true would be 1

@@ -1,4 +1,4 @@
-"""Media as requests name them, in OpenAI's parts and in SGLang's fields."""
+"""Media in requests: OpenAI's content parts and SGLang's fields."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PARTS: Final[Mapping[str, tuple[MediaKind, str]]] = {
 }
 """Types of content parts -> what they are, and the field that holds it."""
 WHERE: Final = "bough_where"
-"""Field of a part that another dialect's request has become: where the client wrote it, for errors."""
+"""Field of a converted part that names the client's own field, for errors."""
 _LEVELS = ("auto", "low", "high", "original", None)
 _OPTIONS = frozenset({
     "max_dynamic_patch", "min_dynamic_patch", "min_pixels", "max_pixels", "fps", "num_frames", "nframes", "min_frames",
     "max_frames",
 })  # fmt: skip
-"""Settings of the processor that may stand beside a URL."""
+"""Processor settings that may be given next to a URL."""
 
 
 def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -> MediaInput:
@@ -64,7 +64,7 @@ def media_part(part: Mapping[str, Any], where: str, shared: Mapping[str, Any]) -
 
 
 def native_media(fields: Mapping[str, Any]) -> tuple[MediaInput, ...]:
-    """What one prompt's `image_data` and the like name. Raises `InvalidRequest`."""
+    """The media of one prompt's `image_data`, `video_data` and `audio_data`. Raises `InvalidRequest`."""
     shared = processor_options(fields.get("mm_processor_kwargs"))
     for name in ("max_dynamic_patch", "min_dynamic_patch"):
         if fields.get(name) is not None:
@@ -94,7 +94,7 @@ def processor_options(given: Any) -> dict[str, Any]:
 
 
 def split_by_prompt(name: str, value: Any, rows: int, single: bool) -> Sequence[Any]:
-    """One entry for each prompt: what a batch lists by prompt; of a lone prompt everything is its own."""
+    """One entry per prompt: a batch lists media by prompt; a single prompt has all of them."""
     if single:
         return [value]
     if not isinstance(value, list | tuple) or not value:

@@ -10,7 +10,7 @@ _stock: list[str] = []
 
 
 def random_name() -> str:
-    """32 hexadecimal digits of the kernel's random numbers, which are asked for once in a few hundred names."""
+    """32 hexadecimal digits from the kernel's random number generator, which is read once per few hundred names."""
     try:
         return _stock.pop()
     except IndexError:

@@ -1,4 +1,4 @@
-"""Native JSON: requests as clients of `/generate` and `Engine.generate` write them, and answers in the same shape."""
+"""Native JSON: requests of `/generate` and `Engine.generate`, and their answers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PER_REQUEST: Final = frozenset(
     | {"data_parallel_rank", "routed_dp_rank"}
     | {"speculate"}
 )
-"""May be one value for all prompts, or a list with one for each."""
+"""Fields that may have one value for all prompts, or a list with one value per prompt."""
 _MEDIA_FIELDS: Final = frozenset({*NATIVE_MEDIA, "mm_processor_kwargs", "max_dynamic_patch", "min_dynamic_patch"})
-"""Of each prompt: media, several of them or none, and settings of their processor."""
+"""Fields with the media of each prompt, and settings of the media processor."""
 _FOR_ALL: Final = frozenset({"return_text_in_logprobs", "return_prompt_token_ids", "stream_interval"})
 NATIVE_FIELDS: Final = frozenset({*_PER_REQUEST, *_MEDIA_FIELDS, *_FOR_ALL, "text", "prompt", "input_ids", "stream"})
 """Every field that `native_batch` understands."""
@@ -42,7 +42,7 @@ class NativeBatch(Struct, frozen=True):
 
     requests: list[Request]
     single: bool
-    """One prompt, not in a list: with n = 1 the answer is one object."""
+    """A single prompt, not in a list: with n = 1 the answer is one object."""
     stream: bool
 
     @property
@@ -284,7 +284,7 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
 
 
 def draft_fields(end: End) -> Json:
-    """What became of a request's drafts, under SGLang's names; nothing where the server makes none."""
+    """Numbers about a request's drafts, under SGLang's names; empty without speculative decoding."""
     if not end.decode_steps:
         return {}
     return {
@@ -406,7 +406,7 @@ class NativeAnswer:
 
 
 def finish_reason(end: End) -> Json:
-    """How a request ended, in native words."""
+    """How a request ended, as the native API reports it."""
     match end.reason:
         case "stop":
             return {"type": "stop", "matched": end.matched}

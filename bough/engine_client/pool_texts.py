@@ -1,4 +1,4 @@
-"""Texts for models that score them: what a client may say about how they are taken, and their tokens."""
+"""Inputs of pooling models: options for truncation and prompts, and tokenization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PlainInput: TypeAlias = Text | tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class MediaText:
-    """An input with media: what stands beside a text, which may be empty."""
+    """An input with media and a text, which may be empty."""
 
     text: str
     media: tuple[MediaInput, ...]
@@ -46,17 +46,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """What a client may say about how its texts are taken."""
+    """Options of a client for its inputs."""
 
     truncate: int | None = None
     """Cut texts to this many tokens (`WHOLE`: to what fits); None: refuse those that don't fit."""
     cut_by: str = "truncate=-1"
-    """What the client may send to have texts cut, in the words that it speaks; empty: it has none."""
+    """The client's field that requests truncation, for errors; empty: its API has none."""
     add_special_tokens: bool = True
     prompt_name: str | None = None
     """Which of the model's prompts goes before each text; None: its default one, if it has any."""
     instruct: str = ""
-    """What embeddings are for, where the model has a template with a place for it."""
+    """The instruction (purpose of the embeddings), for models whose template has one."""
     rid: str = ""
     priority: int = 0
     caller: Caller = ANYBODY
@@ -91,7 +91,7 @@ class TextEncoder:
         return await self.beside_the_loop(lambda: self._encode(inputs, options, prefix), size)
 
     async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
-        """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
+        """Runs work on texts of `size` characters (or ids) in total; in a thread, unless it is short."""
         if self._tokenizers is not None:
             return await self._tokenizers.run(work, size)
         return work() if size <= _SHORT_IDS else await asyncio.to_thread(work)
@@ -176,7 +176,7 @@ def _size(given: PlainInput) -> int:
 
 
 def as_text(given: PlainInput, prefix: str) -> str | tuple[str, str] | None:
-    """What is to be tokenised, a text with its prefix; None: the input is token ids already."""
+    """The text to tokenise, with its prefix; None: the input already consists of token ids."""
     if isinstance(given, str):
         return prefix + given
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):

@@ -1,6 +1,5 @@
-"""What every entrance offers of models that score texts: embeddings, classes, relevance, probabilities of labels.
-
-A pooling model answers with one vector a text. A generative one scores by the probabilities of its next token.
+"""Pooling for all entrypoints: embeddings, classification, reranking, label probabilities. A pooling model returns one
+vector per text. A generative model scores by the probabilities of its next token.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from bough.engine_client.scores import Floats, cosine, probabilities, scaled, sh
 _NEXT_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 _NOTHING = SamplingParams(max_new_tokens=0, temperature=0.0, ignore_eos=True)
 _WORTH_SHARING = 64
-"""Tokens not computed again for which a common beginning is computed ahead of the prompts."""
+"""Minimum number of saved tokens for which a common prefix is computed before the prompts."""
 _SEAM_TOKENS = 4
-"""What a text may grow by when its tokens are joined to others anew."""
+"""Number of tokens by which a text may grow when it is tokenised together with others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """One text's result."""
+    """The result of one text."""
 
     values: Floats
     prompt_tokens: int
@@ -55,7 +54,7 @@ class PooledScores:
     scores: list[list[float]]
     prompt_tokens: int
     cached_tokens: int = 0
-    """Of the prompts' tokens: found computed, by earlier requests or by the first of these."""
+    """Prompt tokens that were cached, from earlier requests or from the first of these."""
 
 
 class Pooler:
@@ -184,7 +183,7 @@ class Pooler:
         return "" if media is None else "".join(media.placer.marker_text(each.kind) for each in given.media)
 
     def _closing(self, text: str, options: PoolOptions, pooling: PoolingFacts) -> str:
-        """What is still missing at the end of a prompt, where the tokenizer's end closes every text."""
+        """The tokens missing at the end of a prompt, if every text must end with the tokenizer's end token."""
         tokenizer = self._engine_client.tokenizer
         if not pooling.append_eos or not options.add_special_tokens or tokenizer is None or tokenizer.eos_id is None:
             return ""
@@ -235,7 +234,7 @@ class Pooler:
     async def relevance(
         self, pairs: Sequence[tuple[Side, Side]], options: PoolOptions = PLAIN, *, instruct: str = ""
     ) -> PooledScores:
-        """How relevant each pair's second side is to its first: by whatever the model can do."""
+        """The relevance of each pair's second side to its first, by whichever method the model supports."""
         pooling = self.pooling
         texts = [(first, second) for first, second in pairs if isinstance(first, str) and isinstance(second, str)]
         if pooling is None:
@@ -335,7 +334,7 @@ class Pooler:
     async def _by_answers_to_media(
         self, pairs: Sequence[tuple[Side, Side]], options: PoolOptions, instruct: str
     ) -> PooledScores:
-        """The same, where queries or documents have media. Nothing is cut."""
+        """The same for queries or documents with media. Nothing is truncated."""
         renderer, labels = self._asking()
         requests = []
         for at, pair in enumerate(pairs):
@@ -358,7 +357,8 @@ class Pooler:
         )
 
     def _asking(self) -> tuple[Renderer, tuple[int, ...]]:
-        """How a generative model is asked, and the tokens of its answers. Raises `InvalidRequest` if it can't be."""
+        """The prompt of a generative reranker, and the tokens of its answers. Raises `InvalidRequest` if there is
+        none."""
         tokenizer = self._engine_client.tokenizer
         if tokenizer is None or self._renderer is None or self._prompt is None:
             raise InvalidRequest(
@@ -484,7 +484,7 @@ class Pooler:
         return pooling.prompts[options.prompt_name]
 
     async def _collect(self, requests: Sequence[Request]) -> tuple[list[Delta], list[str]]:
-        """Whole answers, all of them or the first failure; those left are given up."""
+        """Complete answers of all requests. Raises the first failure and aborts the others."""
         if not requests:
             return [], []
         streams = [group[0] for group in await self._engine_client.submit_batch(requests)]
@@ -502,7 +502,7 @@ class Pooler:
 
 
 def _side_key(side: Side) -> str | int:
-    """What tells queries and documents apart: texts by what they say."""
+    """Key by which equal queries and documents are recognised."""
     return side if isinstance(side, str) else id(side)
 
 

@@ -1,4 +1,4 @@
-"""Makes requests ready to be sent: what can't be served is refused, texts become token ids, parameters fit."""
+"""Prepares requests for the engine: refuses what can't be served, tokenises texts, fits parameters to the limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt on its way to the engine: its token ids, and what stands in it beside text."""
+"""A tokenised prompt with its media."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ class Prompted(NamedTuple):
         return self.ids if self.media is None else routed(self.ids, self.media.items)
 
     def let_go(self) -> None:
-        """No request came of it."""
+        """Releases the media if no request was made from it."""
         if self.media is not None:
             self.media.lease.end()

@@ -1,4 +1,4 @@
-"""The engines behind one server: which of them gets a request, and which of them live.
+"""The engine replicas behind one server: which of them gets a request, and which are alive.
 
 Each has the whole model and a KV cache of its own. A request's id holds the number of its replica, so that whatever follows
 (an abort, a stop) finds it without a table.
@@ -20,16 +20,17 @@ from bough.ipc import AsyncOutbox, Endpoints
 from bough.observability.health import Pulse
 
 _MOST_HELD_BYTES = 256 * 1024 * 1024
-"""Of requests that an engine has not taken: beyond, no more are sent."""
+"""Maximum bytes of requests that an engine has not read yet; above it, no more are sent."""
 BLOCK: Final = 64
-"""Tokens of a prefix that are known together."""
+"""Tokens per block of a remembered prefix."""
 _MOST_BLOCKS: Final = 1 << 16
 """Prefix blocks remembered per replica."""
 _DEEPEST: Final = 256
-"""Blocks of a prompt that are looked at."""
+"""Maximum number of blocks of a prompt that are compared."""
 _SLACK_TOKENS: Final = 2048
 _SLACK: Final = 1.5
-"""A replica that has a prompt's prefix is still too busy for it with this many times the tokens of the idlest, and these."""
+"""A replica with a prompt's prefix is too busy if it has this factor times the tokens of the least busy one, plus this
+number of tokens."""
 
 
 class Writer(Protocol):
@@ -103,7 +104,7 @@ class Replicas:
                 return self._by_prefix(prompt, namespace, alive)
 
     def home(self, name: str) -> int:
-        """The replica of everything that goes by this name."""
+        """The replica for everything with this name."""
         return home_of(name, len(self))
 
     def began(self, number: int, tokens: int) -> None:
@@ -127,7 +128,7 @@ class Replicas:
         return wanted
 
     def _busy(self, number: int) -> int:
-        """Requests there: those of this API process, or of all, by the heartbeat, if these are more."""
+        """Number of requests of a replica: those of this API process, or the heartbeat's count for all, if larger."""
         beat = self._pulses[number].read()
         return max(self._requests[number], beat.num_running + beat.num_waiting)
 
@@ -176,7 +177,7 @@ def home_of(name: str, num_replicas: int) -> int:
 
 
 def prefix_blocks(prompt: Ids, namespace: str) -> list[int]:
-    """Numbers of a prompt's blocks, each of which stands for everything up to its end."""
+    """Hashes of a prompt's blocks, each of the whole prefix up to its end."""
     packed = np.ascontiguousarray(prompt[: BLOCK * _DEEPEST], np.int32).tobytes()
     blocks, number = [], hash(namespace)
     for begin in range(0, len(packed) - 4 * BLOCK + 1, 4 * BLOCK):
@@ -186,8 +187,8 @@ def prefix_blocks(prompt: Ids, namespace: str) -> list[int]:
 
 
 def merged(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The replies of all replicas as one: counts and lists of them are summed, shares averaged, and the rest is the first
-    one's."""
+    """Merges the replies of all replicas: sums counts and lists, averages shares, and takes other fields from the
+    first."""
     if len(bodies) == 1:
         return bodies[0]
     return {name: _together([body[name] for body in bodies if name in body]) for name in bodies[0]}

@@ -1,4 +1,4 @@
-"""A checked request, in no dialect."""
+"""A checked request, independent of the API it came from."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bough.engine_client.sessions import SessionParams
 from bough.multimodal.desk import MediaInput
 
 Room = Literal["exact", "at_most", "fill"]
-"""What to do about `max_new_tokens` and the context: refuse what doesn't fit, lower it, or take all that is left."""
+"""How `max_new_tokens` is fitted to the context: refuse if it does not fit, lower it, or use all that is left."""
 
 PRIORITIES: Final[Mapping[str, int]] = {"high": 10, "medium": 0, "low": -10}
-"""Words for priorities. One step is what `--priority-preemption-threshold` asks for by default."""
+"""Names of priorities. They differ by the default of `--priority-preemption-threshold`."""
 PriorityWord = Literal["high", "medium", "low"]
 
 _FURTHEST = 2**31
@@ -27,7 +27,7 @@ _PIECE_IDS = 16_384
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """What a client wants, once its words are understood. `n` of the sampling parameters makes that many streams."""
+    """A client's request after parsing. `n` of the sampling parameters makes that many streams."""
 
     prompt: str | Sequence[int] | Ids
     """Text (for chats: already rendered) or token ids."""
@@ -36,22 +36,22 @@ class Request(Struct, frozen=True, kw_only=True):
     rid: str = ""
     """The client's name for it; made if empty."""
     stream: bool = False
-    """The client wants news as they come, not only the whole."""
+    """The client wants deltas as they arrive, not only the complete answer."""
     add_special_tokens: bool = True
-    """Tokenise with the tokenizer's beginning-of-sequence token; off for rendered chats that bring theirs."""
+    """Add the tokenizer's beginning-of-sequence token; False for rendered chats that contain it."""
     want_text: bool = True
-    """Off: token ids only, nothing is detokenised."""
+    """False: token ids only, nothing is detokenised."""
     bad_words: tuple[str, ...] = ()
     """Texts that must not appear."""
     logprobs: LogprobSpec | None = None
     logprob_text: bool = False
     return_prompt: bool = False
-    """The answer's end has the prompt's token ids, too."""
+    """The answer's last delta also contains the prompt's token ids."""
     hidden_states: Literal["", "last", "all"] = ""
     caller: Caller = ANYBODY
-    """Who sends it: its names (`rid`, sessions, what it follows) are those of the caller's tenant."""
+    """The sender: names (`rid`, sessions, followed requests) belong to the caller's tenant."""
     namespace: str = ""
-    """What the client separates its cached prefixes by, within what it shares with others at all."""
+    """Salt with which the client separates its cached prefixes."""
     priority: int = 0
     deadline_s: float = 0.0
     every: int = 1
@@ -63,21 +63,21 @@ class Request(Struct, frozen=True, kw_only=True):
     tools: str = ""
     """JSON list of the tools."""
     calls_only: bool = False
-    """The sampling's grammar holds the answer to calls of them."""
+    """The grammar constrains the answer to calls of these tools."""
     drop_unknown_tools: bool = False
-    """Calls of other tools are left out."""
+    """Drop calls of other tools."""
     reasoning_end: tuple[int, ...] = ()
     thinking_budget: int = -1
     speculate: bool = True
-    """Off: no drafts are made for it, and its text is not kept to draft from."""
+    """False: no drafts are made for it, and its text is not used for drafts of others."""
     session: SessionParams | None = None
-    """Where in a session it stands: the session's tokens come before its own."""
+    """Its place in a session, whose tokens come before its own."""
     follows: str = ""
     """The `rid` of an ended request without output whose prompt this one begins with: nothing of it is computed again."""
     media: tuple[MediaInput, ...] = ()
-    """What stands in the prompt beside text, in the order of its markers."""
+    """The media of the prompt, in the order of their markers."""
     data_parallel_rank: int | None = None
-    """The replica that is to compute it; None: the server chooses."""
+    """The replica that computes it; None: the server chooses."""
     pool: str = ""
     """Pooling models: "embed", "classify", ...; empty: generate."""
     second_at: int = 0

@@ -39,7 +39,7 @@ class RerankPrompt:
     yes: str
     no: str
     instruct: str = DEFAULT_INSTRUCT
-    """Where a request says nothing about what "relevant" means."""
+    """Default instruction, which says what "relevant" means."""
 
 
 BUILT_IN: Final = {
@@ -87,7 +87,7 @@ class Renderer:
 
 
 def label_id(tokenizer: Tokenizer, text: str) -> int:
-    """The one token of an answer."""
+    """The id of an answer that is a single token. Raises `ConfigError` otherwise."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise InvalidRequest(

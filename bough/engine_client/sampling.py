@@ -31,7 +31,7 @@ _LARGEST: Final = sys.float_info.max
 _REAL: Final = (int, float, Real)
 _INTEGRAL: Final = (int, Integral)
 Constraint = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
-"""Native parameters that hold an answer to a form."""
+"""Native parameters that constrain the answer."""
 CONSTRAINTS: Final[tuple[Constraint, ...]] = get_args(Constraint)
 Source = str | bool | list[str] | dict[str, Any]
 """A constraint as it was given: its text, a schema, or the choices."""
@@ -67,7 +67,7 @@ class GivenSampling(Struct, frozen=True, kw_only=True):
     bad_words: str | Sequence[str] | None = None
     stream_interval: int | None = None
     constraints: Mapping[Constraint, Source] = {}
-    """One at most may be other than an empty text."""
+    """At most one of them may be non-empty."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -142,8 +142,8 @@ def settled(given: GivenSampling, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def sampling_defaults(server: ServerConfig, recommended: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands in for parameters that a request does not set: the operator's, then what the model's authors recommend,
-    if they are to be heeded. Raises `ConfigError`."""
+    """Defaults for parameters that a request does not set: the operator's, then those recommended by the model's
+    authors, if these are enabled. Raises `ConfigError`."""
     preferred: dict[str, Any] = json.loads(server.preferred_sampling_params or "{}")
     try:
         parse_sampling(preferred)
@@ -161,7 +161,7 @@ def sampling_defaults(server: ServerConfig, recommended: Mapping[str, Any]) -> d
 
 
 def _integer(name: str, value: Any) -> int:
-    """Also of NumPy's types, and whole numbers with a point."""
+    """An integer; also accepts NumPy's types and floats with integral values."""
     if isinstance(value, bool) or not isinstance(value, _REAL) or value % 1 != 0:
         raise _wrong(name, value, "an integer")
     number = int(value) if isinstance(value, _INTEGRAL) else int(float(value))

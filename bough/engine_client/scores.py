@@ -1,4 +1,4 @@
-"""Numbers that say how near texts are to each other or to a label."""
+"""Similarity and label scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 
 
 def shortened(values: Floats, dimensions: int, normalised: bool) -> Floats:
-    """The first numbers of an embedding, brought back to length 1 if it had it."""
+    """The first values of an embedding, normalised again if it was normalised."""
     cut: Floats = values[:dimensions]
     length = float(np.linalg.norm(cut))
     return (cut / length).astype(np.float32) if normalised and length > 0 else cut

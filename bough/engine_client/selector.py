@@ -1,4 +1,4 @@
-"""What an event loop waits with that turns in the thread of a waiting caller."""
+"""The selector of an event loop that runs in the thread of a waiting caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TypeAlias
 
 _LOOK_EVERY = 4
-"""Turns of the loop: while callbacks are ready, sockets are polled in every this many turns only."""
+"""Iterations of the loop: while callbacks are ready, sockets are polled only once per this many iterations."""
 _LATE_S = 0.001
 """Seconds. If polls of a busy wait are further apart than this, its processor is shared: it sleeps instead, because the
 kernel wakes a sleeping thread ahead of those that compute."""
@@ -16,10 +16,9 @@ Ready: TypeAlias = list[tuple[selectors.SelectorKey, int]]
 
 
 class CallerSelector(selectors.EpollSelector):
-    """Asks the kernel seldom: a call takes a few turns of the loop, most of which only hand on what is there already.
-
-    Waits are busy within the time that `stay_awake` gives them: a thread that sleeps is woken late, and finds the
-    processor's caches cold.
+    """Calls the kernel seldom: a call takes a few iterations of the loop, most of which only run callbacks that are
+    ready. Waits are busy for the time that `stay_awake` sets: a sleeping thread is woken late, and the CPU caches are
+    then cold.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,8 @@ class CallerSelector(selectors.EpollSelector):
         self._awake_until_s = 0.0
 
     def stay_awake(self, seconds: float) -> None:
-        """Waits are busy for so long from now, or until others want the processor; 0: they sleep at once."""
+        """Makes waits busy for this many seconds from now, or until other threads want the CPU; 0: waits sleep at
+        once."""
         self._awake_until_s = time.monotonic() + seconds if seconds > 0 else 0.0
 
     def select(self, timeout: float | None = None) -> Ready:

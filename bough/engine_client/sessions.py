@@ -1,7 +1,6 @@
-"""Sessions: requests that go on from earlier ones by their tokens, so that a client sends only what is new.
-
-A session is a tree of requests. A new one starts afresh or goes on from another (its prompt and answer, or a part of
-them); going on twice from the same one branches. Nothing is held in the engine: the tokens are sent again, and the prefix
+"""Sessions: requests that continue earlier ones, so that a client sends only the new part. A session is a tree of
+requests. A new request starts from the beginning or continues another one (its prompt and answer, or a part of them);
+continuing the same one twice creates a branch. Nothing is held in the engine: the tokens are sent again, and the prefix
 cache finds them.
 """
 
@@ -31,15 +30,15 @@ _NOTHING: Final = np.empty(0, np.int32)
 
 
 class SessionParams(Struct, frozen=True, kw_only=True):
-    """Where in a session a request stands."""
+    """A request's place in a session."""
 
     id: str
     rid: str | None = None
-    """The request to go on from; None: from the beginning."""
+    """The request to continue; None: start from the beginning."""
     offset: int | None = None
     """Tokens of that request to keep (negative: to drop from its end); None or 0: all are kept."""
     replace: bool = False
-    """Forget what went on from there before; without `rid`: everything in the session."""
+    """Forget the requests that continued it before; without `rid`: all requests of the session."""
     drop_previous_output: bool = False
     """Keep that request's prompt only."""
 
@@ -82,7 +81,7 @@ class _Session:
     turns: dict[str, SessionTurn] = field(default_factory=dict)
 
     def below(self, rid: str) -> list[str]:
-        """Everything that went on from a request, directly or not."""
+        """All requests that continue a request, directly or indirectly."""
         found: list[str] = []
         level = [rid]
         while level:
@@ -138,7 +137,7 @@ class Sessions:
         del self._sessions[tenant, session_id]
 
     def prefix(self, params: SessionParams, tenant: str = "") -> Ids:
-        """What comes before the request's own tokens. Changes nothing. Raises `NotFound`, `Conflict`, `InvalidRequest`."""
+        """The tokens before the request's own. Changes nothing. Raises `NotFound`, `Conflict`, `InvalidRequest`."""
         session = self._get(params.id, tenant)
         if params.rid is None:
             return _NOTHING
@@ -172,8 +171,8 @@ class Sessions:
         return tokens[: params.offset]
 
     def media(self, params: SessionParams, num_tokens: int, tenant: str = "") -> SessionTurn | None:
-        """The request that is gone on from, if the `num_tokens` that are kept of it have media. Raises `InvalidRequest` if
-        they end within one."""
+        """The request to continue, if the `num_tokens` kept of it contain media. Raises `InvalidRequest` if they end
+        within a medium."""
         turn = self._get(params.id, tenant).turns.get(params.rid or "")
         if turn is None or not any(item.start < num_tokens for item in turn.items):
             return None
@@ -187,7 +186,7 @@ class Sessions:
         return turn
 
     def begin(self, params: SessionParams, rid: str, prompt: Ids, tenant: str = "") -> SessionTurn:
-        """Notes that a request is being sent. `prompt` has the prefix in it. Raises like `prefix`."""
+        """Records that a request is being sent. `prompt` has the prefix in it. Raises like `prefix`."""
         session = self._get(params.id, tenant)
         if rid in session.turns:
             raise Conflict(what=f"the session has a request {rid[:80]!r}", fix="choose another rid", param="rid")
@@ -207,7 +206,7 @@ class Sessions:
         return turn
 
     def end(self, params: SessionParams, turn: SessionTurn, *, failed: bool, tenant: str = "") -> None:
-        """The request has ended. A failed one is forgotten, an aborted one keeps what it said."""
+        """Records the end of a request. A failed one is forgotten, an aborted one keeps its output so far."""
         turn.running = False
         session = self._sessions.get((tenant, params.id))
         if session is None:

@@ -1,4 +1,4 @@
-"""One submitted request: its news as an async iterator."""
+"""One submitted request: its deltas as an async iterator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from bough.observability.trace import Trace
 
 
 class DeltaStream:
-    """Yields a request's `Delta`s; the last one has `end`. What came since the last look is yielded as one.
-
-    Leaving `async with` early, cancelling a wait or calling `abort` gives the request up. Raises `Unavailable` if the
-    engine is gone. Use within one event loop.
+    """Yields a request's `Delta`s; the last one has `end`. Deltas that arrived since the last one are merged. Leaving
+    `async with` early, cancelling a wait or calling `abort` aborts the request. Raises `Unavailable` if the engine is
+    gone. Use within one event loop.
     """
 
     def __init__(
@@ -38,9 +37,9 @@ class DeltaStream:
         self.prompt = prompt
         self.began_s = time.monotonic()
         self.first_s = 0.0
-        """When the first news came, by time.monotonic(); 0 before."""
+        """Time of the first delta, by time.monotonic(); 0 before."""
         self.ended = False
-        """The last delta has been yielded, or the request was given up."""
+        """The last delta has been yielded, or the request was aborted."""
         self.trace: Trace | None = None
         """Receives its timeline, if one was asked for."""
         self._give_up = give_up
@@ -71,7 +70,7 @@ class DeltaStream:
         return whole
 
     def abort(self, reason: str = "client disconnected") -> None:
-        """Gives the request up; nothing more is yielded. Does nothing once it has ended."""
+        """Aborts the request; nothing more is yielded. Does nothing after its end."""
         if not self.ended:
             self.ended = True
             if not self._complete:

@@ -1,6 +1,5 @@
-"""Fields of other servers' requests that change what is asked for and that nothing here does: refused, not ignored.
-
-A field that is off (null, false, empty, or a list of such values) asks for nothing and is let through.
+"""Fields of other servers' requests that change the result and are not supported here: refused, not ignored. A field
+with an empty value (null, false, empty, or a list of such values) is accepted.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def refuse_unserved(data: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
-    """The other `names`: those of `data` that nothing here knows. Raises `InvalidRequest` for the first that is known, on,
-    and asks for what nothing here does."""
+    """The `names` that are unknown here. Raises `InvalidRequest` for the first unsupported field of `data` with a
+    non-empty value."""
     unknown: list[str] = []
     for name in names:
         if name not in UNSERVED:

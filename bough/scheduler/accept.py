@@ -98,7 +98,7 @@ def _job(queues: Queues, ask: Generate, now: float) -> Job:
 
 
 def _check_items(job: Job) -> None:
-    """Raises `ValueError` for invalid items. They are made by the server's own entrypoints, so this is a bug there."""
+    """Raises `InvalidRequest` for invalid items. The server's own entrypoints make them, so this is a bug there."""
     ask = job.ask
     if (
         min(ask.items) < 1
