@@ -109,7 +109,7 @@ class TextAnswer:
         self._embedding = b""
 
     def begin_turn(self, turn: int) -> None:
-        """Starts a new turn of the loop, and with it a new budget of work for stop patterns."""
+        """Starts a new iteration of the loop, with a new budget of work for stop patterns."""
         if self._stops is not None:
             self._stops.begin_turn(turn)
 

@@ -43,7 +43,8 @@ class Answers:
         self._home: dict[int, list[Deltas | Reply]] = {}
         self._stops: list[StopAt] = []
         self._turn = 0
-        """Number of calls of `take`. The work per turn is bounded, so that no answer waits longer than one turn."""
+        """Number of calls of `take` (iterations). The work per iteration is bounded, so that no answer delays others
+        for longer."""
 
     def __len__(self) -> int:
         return len(self._live)

@@ -1,4 +1,4 @@
-"""What a grammar engine must offer; `TokenMatcher` builds everything else on it."""
+"""The interface of a grammar engine; `TokenMatcher` builds everything else on it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from bough.grammar.vocabulary import WorkerVocabulary
 
 
 class Program(Struct, frozen=True):
-    """A grammar in a backend's own words. It is checked in a worker process and compiled again where it is used."""
+    """A grammar in a backend's own notation. It is checked in a worker process and compiled again where it is used."""
 
     form: str
-    """What the text is: each backend has its own names."""
+    """The kind of the text, by the backend's own names."""
     text: str
     visible: tuple[int, ...] = ()
     """Special tokens that the grammar spells out."""
 
 
 class NativeMatcher(Protocol):
-    """One request's place in a compiled grammar."""
+    """One request's state in a compiled grammar."""
 
     def accept(self, token: int) -> bool:
-        """False: not allowed, and nothing changed."""
+        """Accepts a token. False: it is not allowed, and nothing changed."""
         ...
 
     def rollback(self, num_tokens: int) -> None: ...
 
     def fill(self, out: I32) -> None:
-        """Overwrites `out` with the mask of tokens allowed next, end tokens among them where the answer is complete."""
+        """Overwrites `out` with the mask of allowed next tokens, including end tokens if the answer is complete."""
         ...
 
     def is_complete(self) -> bool:
-        """Would what was accepted so far do as a whole answer?"""
+        """Whether the text accepted so far is a complete answer."""
         ...
 
     def certain_text(self) -> str:
@@ -50,7 +50,7 @@ class Automaton(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes, about."""
+        """Approximate memory in bytes."""
         ...
 
     def matcher(self) -> NativeMatcher: ...
@@ -60,15 +60,16 @@ class GrammarBackend(Protocol):
     """A grammar engine with a vocabulary."""
 
     def translate(self, kind: GrammarKind, source: str) -> Program:
-        """Checks a source and puts it in the backend's words. Raises `BadGrammar`."""
+        """Checks a source and translates it to the backend's notation. Raises `BadGrammar`."""
         ...
 
     def compile(self, program: Program) -> Automaton:
-        """May take long, and as much memory as the limits of the process allow. Raises `BadGrammar`."""
+        """Compiles a program. May take long, and as much memory as the limits of the process allow. Raises
+        `BadGrammar`."""
         ...
 
     def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
-        """The grammar that the program stands for, if matchers follow it to the letter."""
+        """The grammar tree of a program, if matchers follow it exactly."""
         ...
 
     def fill_all(self, matchers: Sequence[Any], masks: Mask) -> None:
@@ -85,7 +86,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Maximum number of consecutive white space characters between the parts of a JSON answer; 0: none."""
     time_limit_s: float = 2.0
     memory_limit_bytes: int = 256 * 2**20
-    """Above what the worker needs with nothing to do."""
+    """Memory limit of a worker, in addition to what it needs when idle."""
     cache_bytes: int = 256 * 2**20
     num_workers: int = 2
 

@@ -1,7 +1,6 @@
-"""xgrammar, and llguidance where a grammar counts characters: each does what it is quick at.
-
-xgrammar judges most tokens ahead of time, and its masks take microseconds, except inside strings that may be so and so long
-at most: there it tries tokens one by one, which takes milliseconds a mask. llguidance counts at no cost.
+"""xgrammar, and llguidance for grammars that count characters: each is used where it is fast. xgrammar precomputes most
+masks, which then take microseconds, except inside strings with a maximum length: there it tries tokens one by one,
+which takes milliseconds per mask. llguidance counts at no extra cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values kept while they fit in a number of bytes; those not used for longest go first."""
+"""An LRU cache with a limit in bytes."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class _Parser:
         return Grammar(rules, self._named("root"))
 
     def _named(self, name: str) -> str:
-        """Rules keep their order and lose their names, which backends might not read."""
+        """Rules keep their order and get new names, because backends might not accept the original ones."""
         if name not in self._names:
             self._names[name] = "root" if name == "root" else f"rule_{len(self._names)}"
         return self._names[name]

@@ -1,10 +1,10 @@
-"""Why a grammar can't be used, as sentences for the client."""
+"""Errors of grammars, with messages for the client."""
 
 from __future__ import annotations
 
 
 class BadGrammar(Exception):
-    """The source is wrong, or asks for what can't be enforced. The message is for the client."""
+    """The source is invalid, or can't be enforced. The message is for the client."""
 
     def __init__(self, message: str, *, at: str | None = None) -> None:
         self.at = at

@@ -1,4 +1,4 @@
-"""What a queue and its worker process say to each other: msgpack behind a length, over pipes."""
+"""Messages between a queue and its worker process: length-prefixed msgpack over pipes."""
 
 from __future__ import annotations
 

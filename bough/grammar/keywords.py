@@ -1,4 +1,4 @@
-"""What a JSON schema may say: keywords that are enforced, that only describe, that are refused; and how large it may be."""
+"""Keywords of JSON schemas: enforced, purely descriptive, or refused; and limits of size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DESCRIBING = {
     "$schema", "$id", "id", "$comment", "$defs", "definitions", "$vocabulary", "discriminator", "xml", "externalDocs",
     "contentEncoding", "contentMediaType", "contentSchema",
 }  # fmt: skip
-"""Keywords that say nothing about which values are valid."""
+"""Keywords that do not restrict values."""
 
 REFUSED = {
     "not": "say what is allowed instead",
@@ -87,7 +87,7 @@ def load(source: str) -> JsonSchema:
 
 
 def check_limits(value: Any) -> None:
-    """Raises `BadGrammar` for nesting and sizes that no schema needs."""
+    """Raises `BadGrammar` for schemas that are nested too deeply or too large."""
     stack: list[tuple[Any, int, str]] = [(value, 1, "")]
     seen = 0
     while stack:
@@ -148,7 +148,8 @@ def is_harmless(keyword: str, value: Any) -> bool:
 
 
 def _check_unknown(keyword: str, at: str) -> None:
-    """Unknown keywords describe, by the standard; but one that looks like a known one is a slip."""
+    """Raises `BadGrammar` for unknown keywords that look like a misspelt one. By the standard, other unknown keywords
+    are descriptive."""
     near = difflib.get_close_matches(keyword, [*ENFORCED, *REFUSED], n=1, cutoff=0.86)
     if near:
         raise BadGrammar(

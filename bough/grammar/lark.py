@@ -4,8 +4,9 @@
 ("a".."z"), names, groups, `[optional]`, `|`, `*`, `+`, `?`, `~ n`, `~ n..m`, `{m,n}`, aliases, priorities, `%ignore`, and
 `%import` of the terminals of `common`. Refused by name: templates, other imports, `%declare`, `%override`, `%extend`.
 
-A terminal is what it matches: which one a lexer would prefer makes no difference to what may be written. What is ignored
-may stand before any terminal and at the end, a few times at most, so that no answer is filled up with it.
+A terminal is treated as what it matches; a lexer's preference among terminals does not change which texts are allowed.
+Ignored terminals may occur before any terminal and at the end, a limited number of times, so that no answer is filled
+up with them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ _IGNORE = re.compile(r"^\s*%ignore\b", re.MULTILINE)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _MOST_IGNORED = 3
-"""Ignored terminals in a row, where there are several kinds (a comment between spaces); of a single kind, one."""
+"""Maximum number of consecutive ignored terminals if there are several kinds (a comment between spaces); with a single
+kind, one."""
 
 
 def is_lark(source: str) -> bool:
@@ -193,14 +195,14 @@ class _Parser:
         return self._name()
 
     def _named(self, name: str) -> str:
-        """Rules keep their order and lose their names, which backends might not read."""
+        """Rules keep their order and get new names, because backends might not accept the original ones."""
         if name not in self._names:
             kind = "term" if _is_terminal(name) else "rule"
             self._names[name] = f"{kind}_{len(self._names)}"
         return self._names[name]
 
     def _check_terminals(self) -> None:
-        """Terminals are made of terminals, and of none that leads back to itself."""
+        """Raises `BadGrammar` if a terminal refers to a rule or, directly or indirectly, to itself."""
         below = {
             name: {each.name for each in walk(node) if isinstance(each, Ref) and each.name.startswith("term_")}
             for name, node in self._rules.items()
@@ -431,7 +433,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def any_case(node: Node) -> Node:
-    """The same texts in capital and small letters."""
+    """The node, matching without regard to case."""
     match node:
         case LiteralText():
             return seq(*(_either(ord(each), ord(each)) for each in node.value))

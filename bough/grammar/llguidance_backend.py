@@ -24,7 +24,7 @@ _SPECIAL = b"\xff"
 
 
 class _Words:
-    """A vocabulary as llguidance asks for it. It cuts text greedily; what is certain to come is cut elsewhere."""
+    """A vocabulary in llguidance's form. It splits text greedily; forced text is tokenised elsewhere."""
 
     def __init__(self, tokens: WorkerVocabulary, visible: tuple[int, ...]) -> None:
         spelled = tokens.spelled(visible)
@@ -48,7 +48,7 @@ class _Words:
 
 
 class LlguidanceMatcher:
-    """A `NativeMatcher`. llguidance never leaves an error state, so tokens are tried before they are taken."""
+    """A `NativeMatcher`. llguidance never leaves an error state, so tokens are validated before they are accepted."""
 
     __slots__ = ("_stop_ids", "native")
 
@@ -70,7 +70,7 @@ class LlguidanceMatcher:
         self.end(out)
 
     def end(self, mask: I32) -> None:
-        """All end tokens where one is allowed, and none where none is."""
+        """Allows all end tokens if one is allowed, otherwise none."""
         allowed = self.is_complete()
         words = mask.view("uint32")
         for token in self._stop_ids:

@@ -1,8 +1,7 @@
-"""Where one request stands in its grammar: masks, and the tokens that are certain to come.
-
-Where a grammar leaves no choice of text, the text is cut into tokens as the tokenizer cuts it, and only those are allowed:
-the model has nothing to say there, so the spelling it was trained on is taken, and the scheduler may skip ahead. The last of
-such tokens are left to the model where one allowed token would say the same and go on.
+"""One request's state in its grammar: masks and forced tokens. Where a grammar allows only one text, it is tokenised as
+the tokenizer would, and only those tokens are allowed: the model then sees the spelling it was trained on, and the
+scheduler can jump ahead. The last of these tokens are left to the model if one allowed token covers the same text and
+more.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from bough.grammar.states import LOST, Spot, States
 from bough.grammar.vocabulary import Vocabulary
 
 _LISTED = 64
-"""Maximum number of allowed tokens that are examined one by one."""
+"""Maximum number of allowed tokens that are examined individually."""
 _CONTEXT = 4
-"""Tokens before certain text that its cutting takes into account."""
+"""Number of tokens before forced text that are considered when it is tokenised."""
 _OPEN_END = 3
-"""Tokens at the end of certain text that may turn out to be the beginning of a longer one."""
+"""Number of last tokens of forced text that may be replaced by a longer token."""
 
 
 class TokenMatcher:
-    """A `core.grammar.Matcher`. With names for the places of its grammar, it shares what is seen from them with others."""
+    """A `core.grammar.Matcher`. If the places of its grammar are numbered, it shares the masks of places with other
+    matchers."""
 
     __slots__ = ("_chosen", "_ended", "_forced", "_mask", "_places", "_sight", "_sights", "_states", "_vocabulary",
                  "native", "tokens")  # fmt: skip
@@ -46,7 +46,7 @@ class TokenMatcher:
         self._states = states if sights is not None else None
         self._sights = sights
         self._places = [states.start] if states is not None and sights is not None else [LOST]
-        """Where it has been, in front of each token and after the last."""
+        """The places before each token and after the last."""
         self._ended = False
         self._sight: Sight | None = self.find_sight()
         """What the grammar allows next; computed on demand."""
@@ -54,7 +54,7 @@ class TokenMatcher:
         """The mask without tokens that are only the beginning of another allowed token, if there were such tokens."""
         self._forced: list[int] | None = None
         self._chosen = False
-        """The last token was the model's choice."""
+        """The last token was chosen by the model, not forced."""
 
     def accept(self, token: int) -> bool:
         if self._ended:
@@ -165,7 +165,7 @@ class TokenMatcher:
 
     @property
     def view(self) -> tuple[int, int] | None:
-        """Identifies the place in the grammar: equal for all matchers with the same continuation. None: not known."""
+        """Number of the place in the grammar: equal for all matchers with the same continuations. None: unknown."""
         states, place = self._states, self._places[-1]
         return (states.number, states.view(place)) if states is not None and place != LOST else None
 
@@ -175,7 +175,7 @@ class TokenMatcher:
         return self._sights.find(view) if self._sights is not None and view is not None else None
 
     def give_sight(self, sight: Sight) -> None:
-        """What is seen from here, worked out together with others'. It is kept, for all who come here."""
+        """Stores the sight of this place, which was computed together with others', for all matchers that get here."""
         self._sight = sight
         view = self.view
         if self._sights is not None and view is not None:
@@ -229,14 +229,14 @@ class TokenMatcher:
         return spot.text
 
     def _certain_text(self) -> str:
-        """What must follow, where that is a matter of spelling: not where a single token is left, nor where many are."""
+        """Forced text, if it can be tokenised in several ways: not if a single token is allowed, nor if many are."""
         if self._ended or (self._sight is not None and self._sight.num_allowed > FEW):
             return ""
         text = self._text(self._spot())
         return text if text and 1 < count_bits(self._allowed()) <= FEW else ""
 
     def _cut(self, before: Sequence[int], following: bytes) -> tuple[int, ...]:
-        """Tokens of `following` as the tokenizer cuts them after `before`; empty where it would join the two."""
+        """Tokens of `following` as the tokenizer splits it after `before`; empty if it would merge the two."""
         vocabulary = self._vocabulary
         said = b"".join(vocabulary.bytes_of(token) for token in before)
         try:
@@ -251,15 +251,15 @@ class TokenMatcher:
         return ()
 
     def _alone(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text whose beginning is not where the tokenizer would begin a token."""
+        """Tokens of a text that does not begin at a token boundary of the tokenizer."""
         return self._vocabulary.cut(text)
 
     def _longer(self, token: int, other: int) -> bool:
         return len(self._vocabulary.bytes_of(token)) > len(self._vocabulary.bytes_of(other))
 
     def _close_detours(self, mask: I32, spot: Spot) -> None:
-        """Of few allowed tokens, takes out those that are only the beginning of a word that is another allowed one: where
-        the rest of it would be certain, the tokenizer never stops there."""
+        """If few tokens are allowed, removes those that are only the beginning of another allowed token within a word:
+        the tokenizer would not stop there if the rest is forced."""
         if spot.detours is None:
             spot.detours = tuple(self._find_detours(mask))
         for token, said in spot.detours:
@@ -280,7 +280,7 @@ class TokenMatcher:
                     yield token, name + text.encode()
 
     def _settled(self, ids: tuple[int, ...], mask: I32) -> list[int]:
-        """The tokens up to where the model may want a longer one."""
+        """The tokens up to the point where the model might choose a longer one."""
         native, vocabulary = self.native, self._vocabulary
         settled: list[int] = []
         for at, token in enumerate(ids):

@@ -1,4 +1,5 @@
-"""Schemas that combine others (`allOf`, keywords beside `$ref` or `anyOf`) as alternatives without combinations."""
+"""Turns schemas that combine others (`allOf`, keywords beside `$ref` or `anyOf`) into alternatives without
+combinations."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def _product(left: list[Schema], right: list[Schema], at: str) -> list[Schema]:
 
 
 def merge(a: Schema, b: Schema, at: str) -> Schema | None:
-    """What both allow. None: nothing."""
+    """The intersection of two schemas. None: it is empty."""
     merged = {**a, **b}
     if "type" in a and "type" in b:
         merged["type"] = _common_types(a["type"], b["type"])
@@ -108,7 +109,7 @@ def _merge_properties(a: Schema, b: Schema, merged: Schema, at: str) -> None:
 
 
 def _property(schema: Schema, name: str) -> JsonSchema:
-    """What a schema says about one property."""
+    """The schema of one property."""
     named: JsonSchema = schema.get("properties", {}).get(name)
     if named is not None:
         return named
@@ -171,7 +172,8 @@ def check_apart(branches: list[list[Schema]], at: str) -> None:
 
 
 def _apart(a: Schema, b: Schema) -> bool:
-    """Does no value that is generated for one of them fit the other? Objects have no properties but those named."""
+    """Whether no value generated for one of them is valid for the other. Generated objects have only named
+    properties."""
     if "enum" in a and "enum" in b:
         return not _common(a["enum"], b["enum"])
     types = _common_types(_types(a), _types(b))
@@ -195,7 +197,7 @@ def _fits_number(value: Any, schema: Schema) -> bool:
 
 
 def _bounded_apart(a: Schema, b: Schema, types: list[str]) -> bool:
-    """Numbers in ranges, and texts and arrays of lengths, that don't meet."""
+    """Whether ranges of numbers, or lengths of strings and arrays, do not overlap."""
     low, high = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItems")}.get(
         types[0], ("minimum", "maximum")
     )

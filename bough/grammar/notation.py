@@ -23,9 +23,10 @@ from bough.grammar.rules import (
 )
 
 _BROAD = 256
-"""A class of more characters than this is written so that xgrammar can judge whole tokens by it ahead of time."""
+"""Character classes with more characters than this are written such that xgrammar can precompute masks with them."""
 _WRITTEN_OUT = 8
-"""Bounds up to this are states of the automaton; larger ones of broad classes are a budget that the matcher counts."""
+"""Repetition bounds up to this are states of the automaton; larger bounds of broad classes are counted by the
+matcher."""
 
 
 # -- EBNF -----------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ class _Ebnf:
         self._names: dict[_Key, str] = {}
 
     def show(self, node: Node, *, tight: bool = False) -> str:
-        """`tight`: something binds to it from the right, or it stands in a sequence."""
+        """`tight`: an operator follows it, or it is part of a sequence, so it may need parentheses."""
         match node:
             case LiteralText():
                 return '"' + "".join(_escape_ebnf(each) for each in node.value) + '"'

@@ -1,4 +1,5 @@
-"""Requests wait here for their grammars: threads beside the loop have workers try the sources, and compile what passed."""
+"""The queue of requests whose grammar is being compiled: threads let worker processes try the sources, and compile
+those that passed."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 Key = tuple[GrammarKind, str]
 MAX_WAITING = 1024
-"""Sources that wait to be compiled; more are sent away."""
+"""Maximum number of sources that wait to be compiled; further requests are refused."""
 _IDLE_S = 300.0
-"""A worker process without work ends after this."""
+"""Seconds after which an idle worker process ends."""
 _FAILURE_BYTES = 4 * 2**20
 _OVERRUN_TTL_S = 60.0
-"""How long a source that overran its limits is refused without being tried again."""
+"""Seconds for which a source that exceeded its limits is refused without another attempt."""
 
 
 class _Failure(Struct, frozen=True):
@@ -53,7 +54,7 @@ class _Ready(Struct, frozen=True):
 
 
 class _Tools(Struct, frozen=True):
-    """What is loaded for the first grammar: the vocabulary and a backend in this process."""
+    """Loaded for the first grammar: the vocabulary and a backend in this process."""
 
     vocabulary: Vocabulary
     backend: GrammarBackend
@@ -143,7 +144,7 @@ class Grammars:
         return Compiled(request_id, matcher)
 
     def _start_thread(self) -> None:
-        """One more thread while sources wait, up to the number of workers."""
+        """Starts another thread while sources wait, up to the number of workers."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) < min(self.settings.num_workers, len(self._waiting)):
             thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
@@ -185,14 +186,14 @@ class Grammars:
             return Sandbox(self.settings, self._tools.vocabulary.tokens)
 
     def _start_quietly(self, sandbox: Sandbox) -> None:
-        """A worker that was killed is replaced before the next source comes."""
+        """Restarts a worker that was killed, before the next source arrives."""
         try:
             sandbox.start()
         except Broken as error:
             _log.warning("%s", error)
 
     def _compile(self, sandbox: Sandbox, key: Key) -> _Ready | _Failure:
-        """Tries a source in the sandbox; what passes is compiled again here, where it is used."""
+        """Tries a source in the sandbox and, if it passes, compiles it in this process."""
         assert self._tools is not None, "the sandbox was made with them"
         kind, source = key
         try:

@@ -56,12 +56,12 @@ END = Ref("$")
 
 
 def parse_regex(pattern: str, *, dot_all: bool = False) -> Node:
-    """What the whole text must match. `dot_all`: a dot stands for line breaks, too."""
+    """The tree that the whole text must match. `dot_all`: a dot also matches line breaks."""
     return _place_anchors(_Parser(pattern, dot_all=dot_all).whole(), EMPTY, EMPTY)
 
 
 def parse_search(pattern: str, any_text: Node) -> Node:
-    """What a text must match that contains the pattern: `any_text` goes where it is not anchored."""
+    """The tree of texts that contain the pattern: `any_text` is added where it is not anchored."""
     return _place_anchors(_Parser(pattern).whole(), any_text, any_text)
 
 
@@ -372,7 +372,7 @@ _NAMED = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 
 
 def in_json(node: Node) -> Node:
-    """The same language as the inside of a JSON string writes it. Control characters without a short escape are left out."""
+    """The same language, escaped as in a JSON string. Control characters without a short escape are left out."""
     match node:
         case LiteralText():
             return seq(*(in_json(Chars(((ord(each), ord(each)),))) for each in node.value))

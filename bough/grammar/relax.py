@@ -1,6 +1,5 @@
-"""Schemas as clients send them, without what can't be enforced while generating, and the list of what was taken out.
-
-What an answer is made of is never touched: types, `required`, properties and `enum` are enforced, or the schema is refused.
+"""Removes from clients' schemas what can't be enforced while generating, and lists what was removed. The structure is
+never changed: types, `required`, properties and `enum` are enforced, or the schema is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def relax(schema: Any, *, strict: bool, at: str = "") -> tuple[Any, list[str]]:
-    """The schema without what can't be enforced, and JSON pointers to what was left out. `strict`: only unknown formats and
-    unique items are, the rest stays and is refused when it is compiled. Works on any value; what is no schema stays."""
+    """The schema without what can't be enforced, and JSON pointers to what was left out. `strict`: removes only unknown
+    formats and unique items; the rest stays and is refused when it is compiled. Values that are not schemas are
+    returned unchanged."""
     if not isinstance(schema, dict):
         return schema, []
     made: Schema = {}

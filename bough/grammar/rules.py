@@ -173,7 +173,7 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def num_states(grammar: Grammar) -> int:
-    """How large an automaton would be if every repetition were written out: what a bomb is known by."""
+    """Size of the automaton if every repetition were expanded; it limits malicious grammars."""
     return sum(_states(rule) for rule in grammar.rules.values())
 
 
@@ -192,7 +192,8 @@ def _states(node: Node) -> int:
 
 
 def length_range(node: Node) -> tuple[int, int | None]:
-    """Fewest and most characters the node matches; None: no limit. References are not followed: none may occur."""
+    """Minimum and maximum number of characters that the node matches; None: no limit. The node must not contain
+    references."""
     match node:
         case LiteralText():
             return len(node.value), len(node.value)
@@ -214,7 +215,7 @@ def length_range(node: Node) -> tuple[int, int | None]:
 
 
 def prefixed(node: Node, prefix: str) -> Node:
-    """The node with another beginning of the rules' names."""
+    """The node with another prefix of rule names."""
     match node:
         case Ref():
             return Ref(prefix + node.name)

@@ -1,4 +1,4 @@
-"""A worker process and its leash: started when needed, killed when it takes too long."""
+"""A worker process with limits: started when needed, killed when it takes too long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Broken(Exception):
 
 
 class Overrun(BadGrammar):
-    """The worker was killed. Another time, on a quieter machine, it might not be."""
+    """The worker was killed. The same source might pass on a less busy machine."""
 
 
 class Sandbox:
@@ -77,7 +77,8 @@ class Sandbox:
             raise Broken(f"the grammar worker did not start: {ready.error}")
 
     def compile(self, kind: GrammarKind, source: str) -> Program:
-        """Has a source tried out within the limits. Raises `BadGrammar` (`Overrun` if the worker had to die), `Broken`."""
+        """Lets the worker try a source within the limits. Raises `BadGrammar` (`Overrun` if the worker was killed),
+        `Broken`."""
         self.start()
         limit_s = self._settings.time_limit_s
         try:
@@ -95,7 +96,7 @@ class Sandbox:
         return done.program
 
     def _await_answer(self, limit_s: float) -> None:
-        """Returns when the worker says something, or is gone. Raises `TimeoutError` when its time is up."""
+        """Waits until the worker sends a message or ends. Raises `TimeoutError` when its time is up."""
         began, computed_s = time.monotonic(), self._computed_s()
         while not select.select([self._stdout], [], [], min(limit_s, _LOOK_EVERY_S))[0]:
             waited_s = time.monotonic() - began
@@ -105,7 +106,7 @@ class Sandbox:
                 raise TimeoutError
 
     def _computed_s(self) -> float:
-        """Seconds of a processor that the worker has had."""
+        """CPU seconds that the worker has used."""
         try:
             times = psutil.Process(self.pid).cpu_times()
         except psutil.Error:

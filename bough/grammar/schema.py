@@ -1,7 +1,6 @@
-"""JSON schemas as grammar trees. Every answer that fits the tree fits the schema; what can't be promised is refused.
-
-Properties come in the schema's order, none besides those named unless `additionalProperties` says so, and white space
-only where people put it: after brackets, commas and colons, and before closing brackets.
+"""JSON schemas as grammar trees. Every text that matches the tree is valid for the schema; schemas that can't be
+guaranteed are refused. Properties are generated in the schema's order, unnamed ones only if `additionalProperties` says
+so, and white space only after brackets, commas and colons, and before closing brackets.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class SchemaRules:
         return alt(*(self._plain(each, at) for each in expand(schema, at, self._resolve)))
 
     def _alone(self, keyword: str, given: Schema, at: str) -> Node:
-        """A combination with nothing beside it: its parts need no merging."""
+        """A combining keyword without other keywords beside it, whose parts need no merging."""
         if keyword == "$ref":
             target, pointer = self._resolve(given["$ref"], at)
             return Ref(self._rule_of(pointer, target))
@@ -301,7 +300,7 @@ class SchemaRules:
         return seq(tail, self._space) if tail not in (EMPTY, NOTHING) else tail
 
     def _repeated(self, node: Node, low: int, high: int | None) -> Node:
-        """Large counts repeat a rule, which is counted instead of copied."""
+        """For large counts a rule is repeated, because backends count rules instead of copying them."""
         if max(low, high or 0) > 8 and not isinstance(node, Ref):
             node = self._new_rule("more", node)
         return repeat(node, low, high)

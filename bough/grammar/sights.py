@@ -1,4 +1,5 @@
-"""What can be seen from a place in a grammar: worked out once, and kept for all who come there."""
+"""The sight of a place in a grammar (its mask and derived facts): computed once, and cached for all matchers that get
+there."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _CACHE_BYTES = 64 * 2**20
 
 
 class Sight(Struct, frozen=True, eq=False):
-    """What may come next. Shared and immutable."""
+    """The allowed next tokens at a place. Shared and immutable."""
 
     mask: I32
     num_allowed: int
@@ -28,7 +29,7 @@ class Sight(Struct, frozen=True, eq=False):
     is_end: bool
     """Whether nothing can follow."""
     is_open: bool
-    """Many tokens may come, and one must."""
+    """Many tokens are allowed, and the answer is not complete."""
 
 
 def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequence[int]) -> list[Sight]:
@@ -44,7 +45,7 @@ def make_sights(masks: Mask, natives: Sequence[NativeMatcher], stop_ids: Sequenc
 
 
 class Sights:
-    """The sights that were seen last, by the number of a grammar and of what is seen in it."""
+    """LRU cache of sights, by the number of a grammar and of the sight in it."""
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
         self._kept: ByteCache[tuple[int, int], Sight] = ByteCache(max_bytes)

@@ -57,7 +57,7 @@ def of_ebnf(source: str) -> Grammar:
 
 
 def finished(grammar: Grammar) -> Grammar:
-    """Without branches that lead nowhere, and of a size that can be compiled."""
+    """Removes branches that can't end, and raises `BadGrammar` for grammars that are too large."""
     pruned = prune(grammar)
     if pruned is None:
         raise BadGrammar("no finite answer fits it")

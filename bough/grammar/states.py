@@ -29,7 +29,7 @@ from bough.grammar.rules import (
 )
 
 LOST = -1
-"""A place without a name: the text has left the grammar, or the table is full."""
+"""An unnumbered place: the text has left the grammar, or the table is full."""
 _MAX_PLACES = 16_384
 _PLACE_BYTES = 1024
 _MAX_NODES = 256
@@ -38,13 +38,13 @@ saves."""
 _MAX_RULE = 4096
 """Maximum number of nodes of a rule; searching a larger one would take longer than a step."""
 _MAX_WORK = 4_000_000
-"""Nodes looked at for one grammar, in all: some seconds."""
+"""Maximum number of nodes visited for one grammar, in total: a few seconds."""
 
 _numbers = count()
 
 
 class Spot:
-    """What is known about one place beside its mask; filled in as it becomes known."""
+    """Facts about one place apart from its mask, computed on demand."""
 
     __slots__ = ("detours", "ends", "settled", "text")
 
@@ -54,7 +54,7 @@ class Spot:
         self.detours: tuple[tuple[int, bytes], ...] | None = None
         """Tokens after which text must come, with the bytes of both."""
         self.settled: dict[tuple[int, ...], list[int]] = {}
-        """How many of these tokens, which say that text, leave no choice."""
+        """Number of these tokens, which spell the forced text, that leave no choice."""
         self.ends: dict[tuple[int, ...], bool] = {}
         """Whether nothing can follow these tokens."""
 
@@ -72,7 +72,7 @@ class States:
         self._bounds = _bounds(grammar)
         self._class_of: dict[str, int] = {}
         self._left: list[Node] = []
-        """By place (these have even numbers): what may still come."""
+        """By place (even numbers): the rest of the grammar."""
         self._place_of: dict[Node, int] = {}
         self._next: list[dict[int | str, int]] = []
         """By place: the places after one more character of a class, and after texts that must come."""
@@ -125,11 +125,11 @@ class States:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes, about."""
+        """Approximate memory in bytes."""
         return _PLACE_BYTES * (len(self._left) + len(self._parts))
 
     def spot(self, place: int) -> Spot:
-        """What is known of a place. Of one without a name, nothing."""
+        """The facts about a place; empty ones for an unnumbered place."""
         found = self._spots.get(place)
         if found is None:
             found = Spot()
@@ -229,7 +229,7 @@ class States:
         return _may_be_empty(node, self._nullable)
 
     def _near(self, node: Node) -> Node:
-        """The node, where counts that no token reaches are as good as endless."""
+        """The node with counts that no token can reach replaced by unlimited ones."""
         match node:
             case Repeat():
                 high = None if node.high is None or node.high > self._longest else node.high
@@ -251,7 +251,8 @@ def _shared(literal: str, letters: str, at: int) -> int:
 
 
 def states_of(grammar: Grammar, longest: int) -> States | None:
-    """None: rules that begin with themselves have places without end before anything is read; others are too large."""
+    """None for left-recursive rules, which have infinitely many places before any character is read, and for rules that
+    are too large."""
     if _begins_with_itself(grammar) or any(_is_large(rule, _MAX_RULE) for rule in grammar.rules.values()):
         return None
     return States(grammar, longest)

@@ -1,4 +1,5 @@
-"""What a matcher knows of the tokenizer: the bytes of every token, which ids end an answer, and how text is cut."""
+"""The tokenizer as matchers need it: the bytes of every token, the ids that end an answer, and how text is
+tokenised."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ class WorkerVocabulary(Struct, frozen=True):
     """The vocabulary as a worker process gets it."""
 
     names: list[bytes]
-    """Bytes by id; empty: a hole."""
+    """Bytes by id; empty: the id is unused."""
     size: int
     """Ids the model has; masks have a bit for each."""
     stop_ids: tuple[int, ...]
     special_ids: tuple[int, ...]
-    """Control tokens, which text never means unless a grammar spells one out."""
+    """Control tokens, which are not text unless a grammar names one."""
 
     def spelled(self, visible: Iterable[int] = ()) -> list[bytes]:
-        """Bytes by id as a grammar sees them: special tokens are holes, except the visible ones."""
+        """Bytes by id as a grammar sees them: special tokens are empty, except the visible ones."""
         hidden = set(self.special_ids) - set(visible)
         names = [b"" if i in hidden else name for i, name in enumerate(self.names[: self.size])]
         return names + [b""] * (self.size - len(names))
@@ -44,7 +45,7 @@ class WorkerVocabulary(Struct, frozen=True):
 
 
 class Vocabulary:
-    """Tokens, and what jumping ahead needs: cutting text into tokens, and finding tokens by their first bytes."""
+    """Tokens, tokenization of forced text, and lookup of tokens by their first bytes."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, stop_ids: Iterable[int]) -> None:
         names = tokenizer.token_bytes()
@@ -100,7 +101,7 @@ class Vocabulary:
         return bool(((mask[some >> 5] >> (some & 31).astype(np.int32)) & 1).any())
 
     def stems(self, mask: I32) -> tuple[tuple[int, bytes], ...]:
-        """Of a mask's few tokens, those that another of them continues in the middle of a word; with their bytes."""
+        """The tokens of a small mask that are prefixes of another one within a word, with their bytes."""
         key = mask.tobytes()
         found = self._stems.get(key)
         if found is None:
@@ -113,7 +114,7 @@ class Vocabulary:
 
 
 def _in_word(name: bytes, longer: bytes) -> bool:
-    """Does `longer` go on after `name` in the middle of a word?"""
+    """Whether `longer` continues `name` within a word."""
     if not name or len(longer) <= len(name) or not longer.startswith(name):
         return False
     return all(byte >= 128 or chr(byte).isalnum() for byte in (name[-1], longer[len(name)]))

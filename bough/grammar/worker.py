@@ -67,7 +67,7 @@ def out_of_memory(limit_bytes: int) -> str:
 
 
 def try_out(backend: GrammarBackend, tokens: WorkerVocabulary, kind: GrammarKind, source: str) -> Program:
-    """Compiles a source and follows it along a few random ways. Raises `BadGrammar` if it can't be or is too slow."""
+    """Compiles a source and tries a few random answers. Raises `BadGrammar` if that fails or is too slow."""
     program = backend.translate(kind, source)
     compiled = backend.compile(program)
     mask = np.empty(-(-tokens.size // 32), np.int32)
@@ -93,7 +93,7 @@ def try_out(backend: GrammarBackend, tokens: WorkerVocabulary, kind: GrammarKind
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    """Address space, from now on: what there is, and `extra_bytes` more."""
+    """Limits the address space of this process to its present size plus `extra_bytes`."""
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + extra_bytes, now + extra_bytes))

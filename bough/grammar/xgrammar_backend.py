@@ -126,7 +126,7 @@ class XgrammarBackend:
         return XgrammarAutomaton(self._core, native)
 
     def tree(self, kind: GrammarKind, source: str, program: Program) -> Grammar | None:
-        """None where characters are counted by a budget, to which an escape is as long as it is written."""
+        """None if the matcher counts characters, because it counts an escape by its written length."""
         grammar = grammar_of(kind, source, self._max_whitespace) if program.form == "ebnf" else None
         return None if grammar is None or counts_far(grammar) else grammar
 
