@@ -1,4 +1,4 @@
-"""What the server tells about itself, whatever the protocol: the model, the settings, the load."""
+"""Information about the server, for all protocols: the model, the settings, the load."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bough.entrypoints.service import Service
 Json = dict[str, Any]
 
 _DECIDED = ("page_size", "max_running_requests", "device", "dtype")
-"""Settings that are reported as they were decided, if they were left open."""
+"""`auto` settings that are reported with their decided value."""
 
 
 async def loads(service: Service) -> Json:
-    """The load of each replica, and their sum, in SGLang's words. Raises if an engine is silent."""
+    """The load of each replica, and their sum, in SGLang's format. Raises if an engine does not answer."""
     every = [_load(service, number, info) for number, info in (await service.engine_client.infos()).items()]
     running, waiting = (sum(load[name] for load in every) for name in ("num_running_reqs", "num_waiting_reqs"))
     return {
@@ -37,7 +37,7 @@ async def loads(service: Service) -> Json:
 
 
 def _load(service: Service, number: int, info: Json) -> Json:
-    """One replica's. What the front end counts is that of all of them."""
+    """The load of one replica. Counts of the API workers are for all replicas."""
     pages, admission = info["pages"], service.admission
     used = (pages["total"] - pages["free"] - pages["evictable"]) * pages["page_size"]
     running = info["running"] + info["prefilling"]
@@ -143,7 +143,7 @@ async def server_info(service: Service) -> Json:
 
 
 def model_info(service: Service) -> Json:
-    """The model as a client must know it, `role_affixes` included."""
+    """Facts about the model for clients, including `role_affixes`."""
     served, model = service.served, service.config.model
     template = served.tokenizer.chat_template if served.tokenizer is not None else None
     affixes = None

@@ -1,10 +1,9 @@
-"""How much work is let in: bounded by requests, by prompt tokens and by how long they would wait, decided before anything is
-tokenised.
+"""Admission control: limits requests, prompt tokens and the expected waiting time, before anything is tokenised.
 
-A request holds its place from admission to its end; its prompt counts against the token bound until its first token is out
-(from then on the engine holds its pages and it no longer waits for anything). How long a new request would wait follows from
-the engine's heartbeat: how many wait already, and how fast waiting requests have recently begun. Work over a bound gets 429
-and a hint when to come back.
+A request counts from admission to its end; its prompt counts against the token limit until its first token is sent
+(from then on it has its memory and no longer waits). How long a new request would wait follows from the engine's
+heartbeat: how many wait already, and how fast waiting requests have recently begun. Requests above a limit get 429 with
+`Retry-After`.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from bough.observability.health import Beat
 
 _LOOK_EVERY_S = 0.1
 _HALF_LIFE_S = 20.0
-"""Of what is remembered of the pace: a change of the load shows within this time."""
+"""Seconds over which the rate is averaged: a change of the load has an effect within this time."""
 _LEAST_BUSY_S = 3.0
-"""Before that, nothing is known of the pace: a burst right after the start is let in up to the other bounds."""
+"""Seconds after the start before which the rate is unknown: a burst right after the start is only subject to the other
+limits."""
 _MOST_BETWEEN_S = 5.0
-"""Seconds. Between two looks that are further apart, it is not known whether requests were waiting."""
+"""Seconds. If two readings are further apart, it is unknown whether requests were waiting in between."""
 
 
 class Pace:
-    """How fast waiting requests begin, as several looks at the engine's heartbeat show."""
+    """The rate at which waiting requests start, measured from the engine's heartbeat."""
 
     def __init__(self, look: Callable[[], Beat], clock: Callable[[], float]) -> None:
         self._look = look
@@ -37,13 +37,13 @@ class Pace:
         self._busy_s = 0.0
         self._starts = 0.0
         self._sent = 0
-        """Requests let in since the last look: the engine may not have counted them yet."""
+        """Requests admitted since the last reading, which the engine may not have counted yet."""
 
     def sent(self, requests: int) -> None:
         self._sent += requests
 
     def expected_s(self) -> float:
-        """How long a request that comes now would wait; 0 if that is not known."""
+        """Expected seconds that a new request would wait; 0 if unknown."""
         now = self._clock()
         if now - self._looked_s >= _LOOK_EVERY_S:
             self._observe(now)
@@ -65,7 +65,7 @@ class Pace:
 
 
 class AdmissionHold:
-    """One admitted request's hold on the bounds. `began` and `end` may be called any number of times."""
+    """One admitted request's share of the limits. `began` and `end` may be called any number of times."""
 
     __slots__ = ("_admission", "_requests", "_tokens")
 
@@ -75,14 +75,14 @@ class AdmissionHold:
         self._tokens = tokens
 
     def began(self) -> None:
-        """The first token is out."""
+        """The first token was sent."""
         if self._tokens:
             self._admission.waiting_tokens -= self._tokens
             self._tokens = 0
             self._admission.tell()
 
     def end(self) -> None:
-        """The request has ended, however it did."""
+        """The request has ended, for any reason."""
         self.began()
         if self._requests:
             self._admission.left(self._requests)
@@ -90,7 +90,7 @@ class AdmissionHold:
 
 
 class Admission:
-    """The bounds of one API worker (the server's, divided by the number of workers)."""
+    """The limits of one API worker (the server's, divided by the number of workers)."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_requests`: running and queued together. `max_tokens`: prompt tokens that wait for their first token.
-        `max_wait_s`: how long a request may have to wait; 0: for ever. `look` reads the engine's heartbeat."""
+        `max_wait_s`: maximum expected wait; 0: no limit. `look` reads the engine's heartbeat."""
         self.max_requests = max_requests
         self.max_wait_s = max_wait_s
         self._pace = Pace(look, clock) if look is not None and max_wait_s > 0 else None
@@ -111,15 +111,14 @@ class Admission:
         self.waiting_tokens = 0
         self.refused = 0
         self.changed: Callable[[int, int], None] | None = None
-        """Hears the waiting tokens and the refusals so far, whenever they change."""
+        """Called with the waiting tokens and the number of refusals whenever they change."""
         self._clock = clock
         self._seconds_per_end = 0.0
         self._last_end = clock()
 
     def admit(self, *, requests: int, tokens: int) -> AdmissionHold:
-        """A place for `requests` completions of `tokens` prompt tokens together, or `Overloaded`.
-
-        A lone request is admitted whatever its size: whether it fits is the engine's to say.
+        """Admits `requests` completions with `tokens` prompt tokens in total, or raises `Overloaded`. A single request
+        is admitted regardless of its size: the engine decides whether it fits.
         """
         over_requests = self.requests + requests > self.max_requests
         over_tokens = self.waiting_tokens + tokens > self.max_tokens
@@ -140,7 +139,7 @@ class Admission:
             self.changed(self.waiting_tokens, self.refused)
 
     def left(self, requests: int) -> None:
-        """Called by holds: this number of requests has ended."""
+        """Called by admissions: this number of requests has ended."""
         self.requests -= requests
         now = self._clock()
         per_end = (now - self._last_end) / requests
@@ -148,7 +147,7 @@ class Admission:
         self._seconds_per_end += 0.1 * (per_end - self._seconds_per_end)
 
     def retry_after_s(self) -> int:
-        """When a tenth of what is queued should be done, at the recent pace; between 1 and 60 seconds."""
+        """Seconds until a tenth of the queue should be done, at the recent rate; between 1 and 60."""
         return min(60, max(1, math.ceil(self._seconds_per_end * self.requests / 10)))
 
     def _overloaded(self, by_requests: bool, by_tokens: bool, wait_s: float) -> Overloaded:

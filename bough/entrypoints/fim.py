@@ -1,4 +1,4 @@
-"""Filling in the middle: the marks that a code model was trained with, around what stands before and after the gap."""
+"""Fill-in-the-middle: the special tokens of code models around the prefix and the suffix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ FORMATS: Mapping[str, FimFormat] = {
 
 
 def choose_format(setting: str, tokenizer: Tokenizer | None) -> FimFormat | None:
-    """The format by its name, by the tokenizer's marks (`auto`), or none. Raises `ConfigError` for an unknown name."""
+    """The format by its name, by the tokenizer's special tokens (`auto`), or none. Raises `ConfigError` for an unknown
+    name."""
     if setting == NONE or tokenizer is None:
         return None
     if setting == AUTO:
@@ -60,8 +61,8 @@ def choose_format(setting: str, tokenizer: Tokenizer | None) -> FimFormat | None
 
 
 def fill_in(form: FimFormat | None, prefix: str, suffix: str) -> str:
-    """The prompt that asks for the text between. Raises `InvalidRequest` where the model knows no such thing, or where
-    the texts hold marks themselves."""
+    """The prompt for the text between prefix and suffix. Raises `InvalidRequest` if the model does not support this, or
+    if the texts contain the special tokens."""
     if form is None:
         raise InvalidRequest(
             what="suffix is not supported",

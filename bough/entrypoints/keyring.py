@@ -1,4 +1,4 @@
-"""The keys in force: who a client is by what it sends, how fast it may send, and how keys are read again."""
+"""The valid keys: authentication of clients, their rate limits, and reloading of keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TooFast(Overloaded):
 
 
 class Keyring:
-    """The keys of one API worker. Each entrance asks it who a caller is."""
+    """The keys of one API worker, with which all entrypoints authenticate callers."""
 
     def __init__(self, server: ServerConfig, rates: Rates | None = None, keys: Keys | None = None) -> None:
         """`keys`: what `load_keys` found in the settings; None: they are read now, which raises `ConfigError`."""
@@ -29,7 +29,7 @@ class Keyring:
         self._metrics_key = server.metrics_api_key.encode()
         self._rates = rates or Rates(None)
         self.usage: KeyUsage | None = None
-        """Where what clients use is counted."""
+        """Usage counters of clients."""
         self._use(load_keys(server) if keys is None else keys)
 
     def _use(self, keys: Keys) -> None:
@@ -43,7 +43,7 @@ class Keyring:
 
     @property
     def has_admin(self) -> bool:
-        """Whether anybody may call admin routes."""
+        """Whether there is a key for admin routes."""
         return bool(self._admin_key) or self._server.admin_with_api_key
 
     def reload(self) -> str:
@@ -55,8 +55,9 @@ class Keyring:
         return f"{len(self._named)} clients have keys"
 
     def admit(self, authorization: bytes, *, fix: str, admin: bool = False, metrics: bool = False) -> Caller:
-        """Who sends this header (`Bearer KEY`). Raises `Unauthorized` for a missing or wrong key, and with `admin` for one
-        that opens no admin routes. With `metrics`, the key for these will do, if there is one. `fix` says how a key is sent.
+        """The caller with this header (`Bearer KEY`). Raises `Unauthorized` for a missing or wrong key, and with
+        `admin` for a key without access to admin routes. With `metrics`, the metrics key is also accepted. `fix` says
+        how a key is sent.
         """
         scheme, _, sent = authorization.partition(b" ")
         sent = sent.strip() if scheme.lower() == b"bearer" else b""
@@ -76,7 +77,7 @@ class Keyring:
         return Caller(admin=not self._admin_key)
 
     def count(self, caller: Caller) -> None:
-        """One more request of a client. Raises `TooFast` if it has sent too many."""
+        """Counts a request of a client. Raises `TooFast` if it has sent too many."""
         key = self._named.get(caller.tenant)
         if key is not None and key.requests_per_minute:
             wait_s = self._rates.take(f"requests {key.name}", 1, key.requests_per_minute)
@@ -84,8 +85,8 @@ class Keyring:
                 raise self._too_fast(key, f"{key.requests_per_minute} requests", wait_s)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """A client is about to have about `tokens` computed. Raises `TooFast` if it has used up its rate: while there is
-        anything left of it, requests of any size are taken, and what they are over it is waited for afterwards."""
+        """Charges a client for about `tokens` tokens. Raises `TooFast` if its rate is used up: while any of it is left,
+        requests of any size are accepted, and the excess delays later ones."""
         key = self._named.get(tenant)
         if key is not None and key.tokens_per_minute:
             wait_s = self._rates.take(f"tokens {key.name}", tokens, key.tokens_per_minute, overdraw=True)
@@ -93,7 +94,7 @@ class Keyring:
                 raise self._too_fast(key, f"{key.tokens_per_minute} tokens", wait_s)
 
     def used(self, tenant: str, *, requests: int = 0, prompt: int = 0, generated: int = 0, charged: int = 0) -> None:
-        """What a client has used, of which it was charged `charged` tokens before."""
+        """Records the tokens that a client has used, of which `charged` were already charged."""
         key = self._named.get(tenant)
         if key is not None and key.tokens_per_minute:
             self._rates.use(f"tokens {key.name}", prompt + generated - charged, key.tokens_per_minute)

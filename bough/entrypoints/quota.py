@@ -1,4 +1,4 @@
-"""Rates that several API workers keep together: one bucket per name, in a file that all of them map.
+"""Rate limits shared by several API workers: one token bucket per name, in a file that all of them map.
 
 A bucket holds at most a minute's worth and fills evenly. Workers take turns by a lock on the file (about two microseconds),
 so that a client gets its rate whichever workers its connections meet.
@@ -20,7 +20,7 @@ _SLOT = struct.Struct("<16sdd")
 """Digest of the name, what is in the bucket, when it was looked at (time.monotonic(), which all processes share)."""
 _NUM_SLOTS = 4096
 _PROBES = 16
-"""Slots in which a name may lie. If others have all of them, the one that was used longest ago is forgotten."""
+"""Number of slots in which a name may be stored. If all are taken, the least recently used entry is replaced."""
 
 
 class Rates:
@@ -51,7 +51,7 @@ class Rates:
             return 60.0 * (needed - bucket.level) / per_minute
 
     def use(self, name: str, amount: float, per_minute: int) -> None:
-        """Takes `amount`, whatever is in the bucket; a negative amount is put back."""
+        """Takes `amount` regardless of the bucket's content; a negative amount is returned to it."""
         with self._bucket(name, per_minute) as bucket:
             bucket.level -= amount
 

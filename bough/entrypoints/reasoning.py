@@ -1,4 +1,4 @@
-"""Prompts that end inside a reasoning section: a constraint holds from the end of it on, a budget ends it."""
+"""Prompts that end inside a reasoning section: a constraint applies after the section, and a budget limits it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _TAIL_IDS = 32
 def chat_opens(
     prompt: str | Sequence[int], served: ServedModel, *, continued: str = "", switched_off: bool = False
 ) -> bool:
-    """Whether the answer to a chat begins inside a reasoning section. `continued`: what the client wrote of the answer
-    already. `switched_off`: it asked the template for no reasoning."""
+    """Whether the answer to a chat begins inside a reasoning section. `continued`: the beginning of the answer, given
+    by the client. `switched_off`: the client disabled reasoning."""
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
     return chat_opens_reasoning(text, served.reasoning_parser, continued=continued, switched_off=switched_off)
 
 
 def chat_closed(prompt: str | Sequence[int], served: ServedModel, *, continued: str = "") -> bool:
-    """Whether the answer to a chat, which does not begin inside a reasoning section, begins behind one."""
+    """Whether the answer to a chat, which does not begin inside a reasoning section, begins after one."""
     if served.reasoning_parser is None or (text := _end_of(prompt, served)) is None:
         return False
     return chat_closed_reasoning(text, served.reasoning_parser, continued=continued)
@@ -51,9 +51,9 @@ def after_reasoning(sampling: SamplingParams) -> SamplingParams:
 
 
 def with_reasoning(request: Request, served: ServedModel, budget: int = -1) -> Request:
-    """A raw prompt's request: if the prompt ends inside a section, its constraint waits and its budget counts.
-
-    The section stays part of the text; nothing else would know where it belongs.
+    """The request of a raw prompt: if the prompt ends inside a reasoning section, its constraint applies after the
+    section and its budget is enforced. The section stays part of the text, because the native API has no other field
+    for it.
     """
     if request.session is not None or served.reasoning_parser is None:
         return request

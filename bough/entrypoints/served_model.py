@@ -20,7 +20,7 @@ from bough.parsers import detect_reasoning_parser, detect_tool_parser, reasoning
 from bough.tokenizer import Tokenizer, tokenizer_of
 
 DEFAULT_NAME = "default"
-"""A model name that always works, for clients that insist on sending one."""
+"""A model name that is always accepted, for clients that must send one."""
 _PACKED = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 _NO_WEIGHTS = frozenset({"I64", "U64", "BOOL"})
 
@@ -45,9 +45,10 @@ class ServedModel:
     """Token ids that end a reasoning section."""
     tool_parser: str | None = None
     fim: FimFormat | None = None
-    """How the model is asked for a text's middle."""
+    """Fill-in-the-middle format of the model."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Native sampling parameters for what requests don't set: the operator's, and what the model's authors recommend."""
+    """Native sampling parameters that requests don't set: the operator's, and those recommended by the model's
+    authors."""
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the chat template for what requests don't set."""
     created: int = 0
@@ -58,16 +59,17 @@ class ServedModel:
     num_parameters: int = 0
     """Weights of the model; 0: not known."""
     speech: SpeechFacts | None = None
-    """How it transcribes; None: it is no Whisper."""
+    """Facts for transcription; None: it is not a Whisper model."""
     markers: Mapping[str, str] = field(default_factory=dict)
-    """By kind of media: what stands for one in a prompt whose template writes nothing."""
+    """By kind of media: its placeholder text, for templates that do not write one."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine said when it was ready. `media`: the kinds of media that the model takes, if any."""
+    """The facts that the engine reported when it was ready. `media`: the kinds of media that the model takes, if
+    any."""
 
 
 def load_tokenizer_side(config: Config, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Loads the checkpoint's tokenizer; takes a while, needs no engine. Raises what `make_served` would for names that
-    nothing has, so that such an error need not wait for the engine."""
+    """Loads the checkpoint's tokenizer; takes a while, and needs no engine. Raises the same errors as `make_served` for
+    unknown parser names, before the engine is loaded."""
     tokenizer = tokenizer_of(config.model, checkpoint)
     choose_reasoning_parser(config.server.reasoning_parser, "")
     choose_tool_parser(config.server.tool_call_parser, "")
@@ -83,8 +85,8 @@ def make_served(
     facts: Mapping[str, Any],
     media: Media | None = None,
 ) -> ServedModel:
-    """The model as clients will know it. `facts`: what the engine said when it was ready; `media`: what prepares media, if
-    the model takes any."""
+    """The model as clients see it. `facts`: reported by the engine when it was ready; `media`: prepares media, if the
+    model takes any."""
     names, patterns = served_names(with_own_name(config.model.served_model_name, checkpoint.name))
     name = names[0]
     template = tokenizer.chat_template.source if tokenizer is not None and tokenizer.chat_template is not None else ""
@@ -157,7 +159,7 @@ def choose_tool_parser(setting: str, template: str) -> str | None:
 
 
 def reasoning_end_ids(parser: str | None, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids of what stands between a reasoning section and the answer; empty where there is none."""
+    """Token ids that end a reasoning section; empty if there are none."""
     if parser is None or tokenizer is None:
         return ()
     format = reasoning_format(parser)

@@ -1,4 +1,4 @@
-"""What every route works with: the served model, the engine client behind it, and the engine's health."""
+"""The shared state of all routes: the served model, the engine client, and the engine's health."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _LOGGED = (
 )  # fmt: skip
 
 _LATE_AFTER_S = 3.0
-"""Seconds without a beat after which a process is named: every one beats once a second, even when there is nothing to do."""
+"""Seconds without a heartbeat after which a process is reported as late; each writes one per second, even when idle."""
 
 T = TypeVar("T")
 News = tuple[int, DeltaStream, Delta]
-"""(which request, which of its answers, what is new)"""
+"""(index of the request, index of its answer, delta)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """How the server is, by the heartbeats of its processes alone."""
+    """The server's health, by the heartbeats of its processes alone."""
 
     alive: bool
     ready: bool
     why: str
-    """What is wrong, if something is."""
+    """The problem, if there is one."""
     num_running: int = 0
     num_waiting: int = 0
     late: Mapping[str, str] = field(default_factory=dict)
-    """Processes that are late with their beat, but not so late that they count as stuck."""
+    """Processes with a late heartbeat that are not yet considered stuck."""
 
 
 class Service:
@@ -84,14 +84,14 @@ class Service:
         self.keyring.usage = self.telemetry.keys
         self.telemetry.keys.know(self.keyring.names)
         self.reloads = Reloads()
-        """What is read again on SIGHUP."""
+        """Functions that reload files on SIGHUP."""
         self.reloads.add("keys", self.keyring.reload)
         self.keeper = Keeper(self.telemetry.task_failed)
-        """Runs what goes on beside requests."""
+        """Runs background tasks."""
         self.draining = False
         self.log_requests = config.log.log_requests
         self.responses: ResponseStore | None = None
-        """Made by the route that fills it."""
+        """Created by the route that uses it."""
         self.peers: Peers | None = None
         """The other API workers; None: there are none."""
         self._drainers: list[Callable[[bool], Coroutine[Any, Any, None]]] = []
@@ -115,9 +115,9 @@ class Service:
         )
 
     async def run(self, requests: Sequence[Request]) -> AsyncGenerator[News, None]:
-        """The news of all requests as they come, until all have ended. Closing it early aborts what is left.
-
-        Raises `BoughError` before the first news if a request can't be taken; an answer that ends badly is news too.
+        """The deltas of all requests as they arrive, until all have ended. Closing it early aborts the remaining
+        requests. Raises `BoughError` before the first delta if a request can't be accepted; a failed answer is reported
+        in its last delta.
         """
         streams = await self._submit(requests)
         try:
@@ -137,10 +137,8 @@ class Service:
                 stream.abort()
 
     async def collect(self, requests: Sequence[Request]) -> list[News]:
-        """Whole answers in the order of the requests, each as one piece of news.
-
-        Raises `BoughError` if a request can't be taken, or what the first answer that ends badly ended with; the others
-        are aborted then.
+        """Complete answers in the order of the requests, one delta each. Raises `BoughError` if a request can't be
+        accepted, or the error of the first failed answer; the others are then aborted.
         """
         streams = await self._submit(requests)
         try:
@@ -153,7 +151,7 @@ class Service:
                 stream.abort()
 
     async def _submit(self, requests: Sequence[Request]) -> list[tuple[int, DeltaStream]]:
-        """The streams of all requests, each with the place of its request."""
+        """The streams of all requests, each with the index of its request."""
         groups = await self.engine_client.submit_batch(requests)
         if self.log_requests:
             for request, group in zip(requests, groups, strict=True):
@@ -170,17 +168,17 @@ class Service:
         return at, stream, delta
 
     def drain(self, *, now: bool = False) -> None:
-        """No new requests are taken; `now`: those under way are given up."""
+        """Starts draining: no new requests are accepted; `now`: running ones are aborted."""
         self.draining = True
         self._draining += [asyncio.ensure_future(drainer(now)) for drainer in self._drainers]
 
     async def drained(self) -> None:
-        """Returns when everything that was registered with `at_drain` has ended what it had under way."""
+        """Returns when everything registered with `at_drain` has finished its work."""
         await asyncio.gather(*self._draining, return_exceptions=True)
 
     def at_drain(self, drainer: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
-        """`drainer` is called when draining begins, and returns when what it stands for has ended its work; with True when
-        draining is cut short, perhaps a second time."""
+        """`drainer` is called when draining begins, and returns when its work is finished; it is called (again) with
+        True if draining is cut short."""
         self._drainers.append(drainer)
 
     def at_close(self, closer: Callable[[], Awaitable[None]]) -> None:
@@ -188,7 +186,7 @@ class Service:
         self._closers.append(closer)
 
     async def close(self) -> None:
-        """Ends what runs beside requests, then the engine client."""
+        """Ends background tasks, then the engine client."""
         for closer in reversed(self._closers):
             await closer()
         await self.keeper.close()
@@ -207,13 +205,13 @@ class Service:
         return await tokenizers.encode_batch(texts, add_special_tokens)
 
     async def beside_the_loop(self, work: Callable[[], T], size: int) -> T:
-        """Work on texts of `size` characters (or ids) in all: in a thread, unless it is short."""
+        """Runs work on texts of `size` characters (or ids) in total; in a thread, unless it is short."""
         tokenizers = self.engine_client.tokenizers
         return work() if tokenizers is None else await tokenizers.run(work, size)
 
     def follow_switches(self, directory: Path, process: str) -> None:
-        """From now on, until the service closes, this process logs as `/configure_logging` says, whichever worker answers
-        that, and reads its files again when it is asked to."""
+        """Makes this process follow `/configure_logging` of any worker, and reload its files on request, until the
+        service closes."""
         listener = LogListener(directory, process, self._switched, self.reloads.run)
         loop = asyncio.get_running_loop()
         loop.add_reader(listener.fileno(), listener.answer)
@@ -239,7 +237,7 @@ class Service:
             self.log_requests = switch.log_requests
 
     def start_counting(self) -> None:
-        """From now on requests are clients' requests, and counted."""
+        """Counts requests from now on, as requests of clients."""
         self.engine_client.meter = self.telemetry.meter
         self.engine_client.quota = self.keyring if self.keyring.names else None
         self.admission.changed = self.telemetry.admission_changed
@@ -297,7 +295,7 @@ def log_end(stream: DeltaStream, end: End) -> None:
 def judge(
     beat: Beat, others: Mapping[str, Beat] | None = None, *, stuck_after_s: float, draining: bool = False
 ) -> Health:
-    """What the heartbeats of the engine and of the other processes say about the server."""
+    """The health from the heartbeats of the engine and of the other processes."""
     numbers: dict[str, Any] = {"num_running": beat.num_running, "num_waiting": beat.num_waiting}
     started = {name: each for name, each in (others or {}).items() if each.state is not State.STARTING}
     if beat.state is State.ENDED:
@@ -340,7 +338,7 @@ def make_admission(config: Config, facts: Mapping[str, Any], pulse: Pulse | Puls
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of it returns. The first error ends the rest."""
+    """Runs all coroutines and returns their results. The first error cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -352,7 +350,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _side_by_side(streams: Sequence[tuple[int, DeltaStream]]) -> AsyncGenerator[News, None]:
-    """News of several streams in the order they come. The first error ends all of them."""
+    """Deltas of several streams in the order of arrival. The first error ends all of them."""
     queue: asyncio.Queue[News | BaseException | None] = asyncio.Queue()
 
     async def feed(at: int, stream: DeltaStream) -> None:

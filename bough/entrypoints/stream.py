@@ -49,7 +49,7 @@ class Client:
         self._waited_for: set[asyncio.Task[Any]] = set()
 
     def leave(self) -> None:
-        """It has gone away: whatever is done for it ends."""
+        """Marks the client as disconnected: work for it ends."""
         self._gone = True
         for task in self._waited_for:
             task.cancel()
@@ -84,9 +84,9 @@ async def send_events(
 ) -> None:
     """Sends a whole event stream.
 
-    Raises what the first event raised if it comes before the stream is open; later errors become the event that `failed`
-    renders. The stream's end is the caller's affair (`DONE` is an event like any other). On disconnection the iterator
-    is closed, which aborts its request.
+    Raises what the first event raised if it comes before the stream is open; later errors become the event that
+    `failed` renders. The caller sends the stream's end (`DONE` is an ordinary event). On disconnection the iterator is
+    closed, which aborts its request.
     """
     stream = _Stream(events, headers, send, failed)
     keeper = asyncio.ensure_future(stream.keep_alive(keep_alive_s))
@@ -131,7 +131,7 @@ class _Stream:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def keep_alive(self, every_s: float) -> None:
-        """Sends a comment whenever nothing else went out for a while."""
+        """Sends a comment whenever nothing else was sent for a while."""
         while True:
             sent = self._sent
             await asyncio.sleep(every_s)

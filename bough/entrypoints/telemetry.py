@@ -1,4 +1,4 @@
-"""What an API worker counts, and what it can tell of the whole server: its own numbers, the other workers', the engine's.
+"""Metrics of an API worker, and of the whole server: its own, the other workers' and the engine's.
 
 Everything comes from shared boards and the heartbeat: no process is asked, so that the numbers of a stuck
 engine can still be read.
@@ -18,7 +18,7 @@ from bough.observability.usage import KeyUsage
 
 
 class Telemetry:
-    """One API worker's. Without endpoints it tells of this process only."""
+    """Metrics of one API worker. Without endpoints, only of this process."""
 
     def __init__(self, endpoints: Endpoints | None = None, worker: int = 0, paths: Iterable[str] = ()) -> None:
         """`paths`: the routes that are counted one by one."""

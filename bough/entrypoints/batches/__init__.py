@@ -1,4 +1,4 @@
-"""Offline batches: files of requests on disk, worked off beside everything else, and files of answers.
+"""Offline batches: files of requests on disk, processed beside other requests, and files of answers.
 
 in: JSON lines. out: JSON lines. never: HTTP, or anything that a restart would lose.
 """

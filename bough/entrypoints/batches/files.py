@@ -1,4 +1,4 @@
-"""Files that clients upload and batches write, in one directory, under names that no client chooses."""
+"""Files that clients upload and batches write, in one directory, under names chosen by the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_file_id() -> str:
 
 
 class StoredFile(msgspec.Struct, kw_only=True):
-    """What is known of a file. Its owner is the tenant under --isolate-cache."""
+    """Metadata of a file. Its owner is the tenant under --isolate-cache."""
 
     id: str
     bytes: int
@@ -82,7 +82,8 @@ class FileStore:
         return self._adopt(part, file_id, filename, purpose, tenant)
 
     def adopt(self, path: Path, file_id: str, *, filename: str, purpose: str, tenant: str = "") -> None:
-        """Takes over a file that was written elsewhere in the same file system; goes on where a crash has stopped it."""
+        """Moves a file into the store from elsewhere in the same file system; completes a move that a crash
+        interrupted."""
         taken = self._directory / f"{file_id}.data"
         if path.exists():
             self._adopt(path, file_id, filename, purpose, tenant)
@@ -102,7 +103,7 @@ class FileStore:
         return found
 
     def path(self, stored: StoredFile) -> Path:
-        """Where its content lies."""
+        """Path of its content."""
         return self._directory / f"{stored.id}.data"
 
     def delete(self, stored: StoredFile) -> None:
@@ -110,7 +111,7 @@ class FileStore:
             (self._directory / name).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Removes what uploads left behind that a crash cut short."""
+        """Removes remains of uploads that a crash interrupted."""
         for part in self._directory.glob("*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_S:

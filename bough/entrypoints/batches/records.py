@@ -142,14 +142,14 @@ class BatchStore:
         return sorted((each for each in found if each is not None), key=_age)
 
     def unfinished(self) -> list[BatchRecord]:
-        """Batches that wait or run, the oldest first. Those that were seen ended are not read again."""
+        """Batches that wait or run, the oldest first. Batches known to have ended are not read again."""
         names = [path.stem for path in self._directory.glob("batch_*.json") if path.stem not in self._ended]
         found = [batch for batch in map(self._read, names) if batch is not None]
         self._ended.update(batch.id for batch in found if batch.status not in OPEN)
         return sorted((each for each in found if each.status in OPEN), key=_age)
 
     def own(self) -> int | None:
-        """The right to work batches off: a descriptor, until it is closed. None: another process has it."""
+        """The lock for processing batches: a file descriptor, held until it is closed. None: another process has it."""
         right = os.open(self._directory, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(right, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,12 +171,12 @@ class BatchStore:
         return self._directory / f"{batch.id}.{kind}.jsonl"
 
     def tidy(self, batch: BatchRecord) -> None:
-        """Removes what only a running batch needs."""
+        """Removes files that only a running batch needs."""
         for path in (self.part(batch, "out"), self.part(batch, "err"), self._marker(batch)):
             path.unlink(missing_ok=True)
 
     def delete(self, batch: BatchRecord) -> None:
-        """Forgets an ended batch; its files are the caller's business."""
+        """Deletes the record of an ended batch; the caller deletes its files."""
         self.tidy(batch)
         (self._directory / f"{batch.id}.json").unlink(missing_ok=True)
 

@@ -1,10 +1,10 @@
-"""Works batches off, one after another, many lines at once. Whatever is written survives a restart; the rest is done again.
+"""Processes batches one after another, many lines at once. Written answers survive a restart; the rest is computed
+again.
 
 An answer is appended to the batch's part file before it counts as done, so that after a crash every line has at most
-been computed twice and is reported exactly once. A line whose answer was cut off (the server drains, an operator ends all
-requests) is not answered: it is asked again, by this process or the next.
-
-A machine without descriptors, memory or disk space (`OSError`) fails no batch: the work goes on when there are some again.
+been computed twice and is reported exactly once. A line whose answer was cut off (the server drains, an operator aborts
+all requests) is not answered: it is sent again, by this process or the next. Lack of file descriptors, memory or disk
+space (`OSError`) does not fail a batch: the work continues when they are available again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MOST_ERRORS: Final = 100
 _LOOK_EVERY_S: Final = 1.0
 _SAVE_EVERY_S: Final = 1.0
 _AGAIN: Final = (429, 499, 503)
-"""Statuses after which a line is asked again: the server is busy, the answer was aborted, the server drains or restarts."""
+"""Statuses after which a line is sent again: the server is busy, the answer was aborted, the server drains or
+restarts."""
 TASK: Final = "batches"
 """The runner's name among the background tasks."""
 _encode = msgspec.json.Encoder().encode
@@ -45,7 +46,7 @@ Call = Callable[[str, Json, str], Awaitable[tuple[int, str, Json]]]
 
 
 class BatchRunner:
-    """Works in one process per directory; in others it waits for its turn."""
+    """Active in one process per directory; other processes wait for the lock."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class BatchRunner:
         keeper: Keeper | None = None,
         at_once: int = 32,
     ) -> None:
-        """`keeper` runs the work in the background and hears of what goes wrong."""
+        """`keeper` runs the work in the background and is notified of failures."""
         self._files = files
         self._batches = batches
         self._call = call
@@ -68,11 +69,11 @@ class BatchRunner:
         self._draining = asyncio.Event()
 
     def start(self) -> None:
-        """Begins with what an earlier process left behind."""
+        """Starts with the batches that an earlier process left unfinished."""
         self._task = self._keeper.keep(TASK, self._run)
 
     async def drain(self, now: bool = False) -> None:
-        """Begins no more lines and returns when those under way have ended; `now`: gives them up."""
+        """Starts no more lines and returns when those in progress have ended; `now`: aborts them."""
         self._draining.set()
         if self._task is not None:
             if now:
@@ -80,7 +81,7 @@ class BatchRunner:
             await asyncio.wait([self._task])
 
     async def close(self) -> None:
-        """Stops where it is; the next process goes on from there."""
+        """Stops at once; the next process continues from there."""
         await self.drain(now=True)
 
     async def _run(self) -> None:
@@ -151,7 +152,7 @@ class BatchRunner:
                 await asyncio.wait([thread])
 
     def _validate(self, source: Path, endpoint: str) -> tuple[int, list[Json]]:
-        """How many lines there are, and what is wrong with them."""
+        """The number of lines, and the errors in them."""
         problems: list[Json] = []
         seen: set[str] = set()
         count = 0
@@ -213,7 +214,8 @@ class BatchRunner:
         return time.time() > batch.expires_at or self._batches.is_cancelling(batch)
 
     async def _answer(self, batch: BatchRecord, line: Json, out: BinaryIO, err: BinaryIO) -> None:
-        """One line, again and again while the server can't answer it. When the server drains, it may stay unanswered."""
+        """Processes one line, with retries while the server can't answer it. If the server drains, the line may stay
+        unanswered."""
         while True:
             status, request_id, body = await self._call(batch.endpoint, line["body"], batch.tenant)
             if status not in _AGAIN:
@@ -307,7 +309,7 @@ def _spent(path: Path) -> dict[str, int]:
 
 
 def _add_usage(total: dict[str, int], answer: Json) -> None:
-    """Adds an answer's usage, in the words of whichever route gave it."""
+    """Adds an answer's usage, in the format of any of the routes."""
     usage = answer.get("usage") or {}
     prompt = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
@@ -324,7 +326,7 @@ def _add_usage(total: dict[str, int], answer: Json) -> None:
 
 
 def _wrong(raw: bytes, endpoint: str, seen: set[str]) -> tuple[str, str] | None:
-    """What is wrong with a line: a code and a sentence."""
+    """The error of a line: a code and a message."""
     if len(raw) > MAX_LINE_BYTES:
         return "line_too_long", f"a line has at most {MAX_LINE_BYTES} bytes"
     try:

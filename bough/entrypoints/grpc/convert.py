@@ -73,7 +73,7 @@ def native_fields(message: pb.GenerateRequest) -> Json:
 
 
 def ids_of(given: Any) -> list[int]:
-    """The ids of a message, of which there may be as many as in a JSON body. Raises `InvalidRequest`."""
+    """The ids of a message, limited as in a JSON body. Raises `InvalidRequest`."""
     bounds.at_most("json_numbers", len(given), "input_ids")
     return list(given)
 
@@ -109,7 +109,7 @@ def request_of(
 
 
 def response_of(stream: DeltaStream, delta: Delta) -> pb.GenerateResponse:
-    """What a delta says."""
+    """A delta as a message."""
     response = pb.GenerateResponse(
         rid=stream.rid, index=stream.index, text=delta.text, output_ids=unpack_ids(delta.tokens).tolist()
     )

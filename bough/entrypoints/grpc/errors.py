@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses. What is no `BoughError` shows nothing of itself, as over HTTP."""
+"""Errors as gRPC statuses. As over HTTP, details of errors other than `BoughError` are not shown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def shown(error: Exception) -> BoughError:
 
 
 async def refuse(context: Any, error: Exception, *, path: str = "") -> NoReturn:
-    """Ends the call with the error's status. `path`: the JSON route that was called, whose words are used then."""
+    """Ends the call with the error's status. `path`: the JSON route that was called, whose field names are then
+    used."""
     public = shown(error)
     message, param = in_words(public, path)
     trailing = [("bough-code", public.code or public.type)]

@@ -1,4 +1,4 @@
-"""Requests of one call and their answers: alone, or many over one stream."""
+"""Requests of one call and their answers: a single one, or many over one stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bough.entrypoints.grpc.guard import caller_of
 from bough.entrypoints.service import Service
 
 _MOST_AT_ONCE = BOUNDS["grpc_requests"].most
-"""Requests under way over one stream, and news that wait for the client to read them."""
+"""Maximum number of requests in progress over one stream, and of deltas that wait for the client."""
 
 
 def make_request(service: Service, message: pb.GenerateRequest, context: Any) -> Request:
@@ -43,7 +43,7 @@ def deadline_of(context: Any) -> float:
 
 
 async def answers(service: Service, request: Request) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """One request's news. Raises what it failed with."""
+    """The deltas of one request. Raises the error that it failed with."""
     async with contextlib.aclosing(service.run([request])) as news:
         async for _, stream, delta in news:
             raise_if_failed(delta.end)
@@ -51,7 +51,7 @@ async def answers(service: Service, request: Request) -> AsyncGenerator[pb.Gener
 
 
 class Exchange:
-    """One bidirectional stream: the requests under way, and their news on the way to the client.
+    """One bidirectional stream: the requests in progress, and their deltas on the way to the client.
 
     A client that reads slowly slows its own requests down; memory stays bounded.
     """
@@ -64,7 +64,7 @@ class Exchange:
         self._closing = False
 
     async def run(self, commands: AsyncIterator[pb.GenerateCommand]) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """News as they come, until the client has no more commands and every answer is complete."""
+        """Deltas as they arrive, until the client has no more commands and every answer is complete."""
         reader = asyncio.ensure_future(self._read(commands))
         try:
             while (answer := await self._news.get()) is not None:
@@ -111,7 +111,7 @@ class Exchange:
         task.add_done_callback(lambda _: self._tasks.pop(rid, None))
 
     async def _answer(self, message: pb.GenerateRequest) -> None:
-        """Puts every piece of news; a failure is news too, and so is an abort by the client."""
+        """Queues every delta of a request; also its failure, or its abort by the client."""
         try:
             request = make_request(self._service, message, self._context)
             async with contextlib.aclosing(answers(self._service, request)) as replies:

@@ -1,4 +1,4 @@
-"""Who may call what: the same keys as over HTTP, before any method is looked up."""
+"""Authentication: the same keys as over HTTP, checked before any method is looked up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Metadata = Sequence[tuple[str, str | bytes]] | None
 
 
 def authorization_of(metadata: Metadata) -> str:
-    """What the caller sent to prove itself, or an empty text."""
+    """The credentials that the caller sent, or an empty string."""
     for name, value in metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else value.decode("latin-1")
@@ -48,7 +48,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(deny)
 
     def check(self, method: str, metadata: Metadata) -> BoughError | None:
-        """The error that this call deserves, if any. Counts it as a request of its caller."""
+        """The error for this call, if it is not allowed. Counts the call for its caller's rate limit."""
         if method.startswith(OPEN_SERVICE):
             return None
         admin = method in ADMIN_METHODS
@@ -66,5 +66,5 @@ class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def caller_of(metadata: Metadata, keyring: Keyring, *, admin: bool = False) -> Caller:
-    """Who makes the call: the same as over HTTP. Raises `Unauthorized`."""
+    """The caller, identified as over HTTP. Raises `Unauthorized`."""
     return keyring.admit(authorization_of(metadata).encode("latin-1", "replace"), admin=admin, fix=_HOW_TO_SEND)

@@ -1,4 +1,4 @@
-"""JSON routes over gRPC: a body goes to the route's handler, its answer or its events come back."""
+"""JSON routes over gRPC: passes a body to the route's handler and returns its answer or events."""
 
 from __future__ import annotations
 

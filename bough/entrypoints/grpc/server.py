@@ -1,4 +1,4 @@
-"""Serves bough.proto, health checking and reflection on a port of their own."""
+"""Serves bough.proto, health checking and reflection on a separate port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bough.entrypoints.service import Service
 _BOUGH = bough_pb2.DESCRIPTOR.services_by_name["Bough"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _MOST_STREAMS = 1024
-"""Calls under way over one connection."""
+"""Maximum number of concurrent calls per connection."""
 _LATE_S = 2.0
 
 
@@ -57,8 +57,8 @@ class GrpcServer:
         await self._server.start()
 
     async def drain(self, now: bool) -> None:
-        """Takes no new calls and returns when those under way have ended. With `now` they are cut off; otherwise they get
-        the drain timeout and a little more, so that the engine's own end of them comes first."""
+        """Accepts no new calls and returns when those in progress have ended. With `now` they are cancelled; otherwise
+        they get a little more than the drain timeout, so that the engine ends them first."""
         await self._server.stop(0 if now else self._drain_s + _LATE_S)
 
     async def close(self) -> None:

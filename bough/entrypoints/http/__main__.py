@@ -18,7 +18,7 @@ def main(directory: str, index: int) -> int:
 
 
 def run_loop(launch: Launch, index: int) -> None:
-    """Serves until the launcher says otherwise."""
+    """Serves until the launcher ends it."""
     try:
         import uvloop
     except ImportError:

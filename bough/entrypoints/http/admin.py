@@ -43,7 +43,8 @@ class LoggingRequest(LogSwitch):
 
 
 def configure_logging(service: Service) -> Handler:
-    """Changes what every process of the server logs; tells how it is now, and which processes have said that they do."""
+    """Changes what every process of the server logs; returns the new state, and the processes that have confirmed
+    it."""
 
     async def handle(request: Request) -> Response:
         asked = await _optional(request, LoggingRequest, service)
@@ -55,7 +56,8 @@ def configure_logging(service: Service) -> Handler:
 
 
 def record_experts(action: Literal["start", "stop", "dump"], service: Service) -> Handler:
-    """Counts tokens by layer and expert; `dump` tells them, and where experts are. Replicas' counts are summed."""
+    """Counts tokens by layer and expert; `dump` returns the counts and the placement of experts. Counts of replicas are
+    summed."""
 
     async def handle(request: Request) -> Response:
         parallel = service.config.parallel
@@ -72,7 +74,8 @@ def record_experts(action: Literal["start", "stop", "dump"], service: Service) -
 
 
 def set_internal_state(service: Service) -> Handler:
-    """Changes settings that can be changed while the server runs: what is logged. Others are refused, one and all."""
+    """Changes settings that can be changed while the server runs (logging). If another setting is given, nothing is
+    changed and the request is refused."""
     changeable = LogSwitch.__struct_fields__
 
     async def handle(request: Request) -> Response:

@@ -51,12 +51,12 @@ Make = Callable[[Service], chat.Handler]
 VERSION: str = import_module("bough").__version__
 
 _ERRORS: tuple[type[Exception], ...] = (Exception, BoughError, HTTPException, ClientGone)
-"""What `on_error` turns into a response."""
+"""Exceptions that `on_error` turns into a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSpec:
-    """One route. `paths[0]` is its name, the others are kept for clients that use them."""
+    """One route. `paths[0]` is its name, the others are aliases for clients that use them."""
 
     paths: tuple[str, ...]
     methods: tuple[str, ...]
@@ -65,7 +65,7 @@ class RouteSpec:
     body: type[msgspec.Struct] | None = None
     admin: bool = False
     get_changes: bool = False
-    """A GET of it changes something: not for browsers, which any page can have send one."""
+    """A GET of it changes state: refused for browsers, because any web page can make them send one."""
     metrics: bool = False
     ui: bool = False
 
@@ -361,7 +361,8 @@ def make_app(service: Service) -> App:
 
 
 def make_peer_app(service: Service) -> App:
-    """The ASGI application for the other API workers: the routes that they pass requests on to, and what they ask for."""
+    """The ASGI application for the other API workers: routes to which they forward requests, and routes for their own
+    queries."""
     passed_on = [
         Route(path, spec.make(service), methods=list(spec.methods))
         for spec in mounted(service)

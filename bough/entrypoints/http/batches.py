@@ -33,9 +33,9 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/moderations")
-"""What a batch's lines may ask for, where it is served."""
+"""Endpoints that the lines of a batch may use, if they are served."""
 MESSAGES = "/v1/messages"
-"""What Anthropic's batches ask for; they have routes of their own."""
+"""The endpoint of Anthropic's batches, which have separate routes."""
 
 _CHUNK = 1024 * 1024
 _MOST_LISTED = 10_000
@@ -67,7 +67,7 @@ def stores_of(service: Service) -> tuple[FileStore, BatchStore]:
 
 
 def start_batches(service: Service, handlers: Mapping[str, Handler]) -> None:
-    """Works batches off in this process until the service closes."""
+    """Processes batches in this process until the service closes."""
     directory = service.config.server.batch_dir
     if not directory:
         return
@@ -290,7 +290,7 @@ def get_batch(service: Service) -> Handler:
 
 
 def cancel_batch(service: Service) -> Handler:
-    """POST /v1/batches/{id}/cancel: what is done stays done; ended batches can't be cancelled."""
+    """POST /v1/batches/{id}/cancel: finished lines keep their results; ended batches can't be cancelled."""
 
     async def handle(request: Request) -> Response:
         _, batches = stores_of(service)

@@ -1,4 +1,4 @@
-"""Request bodies: read under size limits, parsed once, checked against a struct, unknown fields noted."""
+"""Request bodies: read within size limits, parsed once, validated against a struct, with a list of unknown fields."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 IGNORED_HEADER = "x-bough-ignored-fields"
 
 PARSED = "bough.parsed"
-"""Where a request's scope says that its body is a JSON object."""
+"""Key of a request's scope that marks its body as a JSON object."""
 HOLD = "bough.body"
-"""Where a request's scope has its `Hold`."""
+"""Key of a request's scope for its `Hold`."""
 SMALL_BYTES = 64 * 1024
-"""Bodies up to this size are always taken: their number is bounded by that of the connections."""
+"""Bodies up to this size are always accepted: their number is limited by that of connections."""
 _TRIM_AFTER_S = 1.0
 _MOST_NAMED = 16
 _PATIENCE = 4
-"""How many times the limit is read (and dropped) before the connection is closed."""
+"""Factor of the limit up to which a body is read (and dropped) before the connection is closed."""
 _decode = msgspec.json.Decoder().decode
 _AT = re.compile(r" - at `\$(.*)`$")
 _NOT_WHOLE = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$([^`]*)`")
@@ -46,7 +46,7 @@ _PACKINGS = frozenset({"gzip", "x-gzip", "deflate", "br", "zstd", "compress", "x
 """Encodings that change a body. Some clients write the character set there ("utf-8"): theirs are plain."""
 _MOST_REWRITTEN = 64
 _MOST_REWRITTEN_IF_LARGE = 4
-"""How many numbers (or lists of them) of one body are rewritten as integers."""
+"""Maximum number of floats (or lists of them) of one body that are converted to integers."""
 
 
 class CheckedBody(Generic[T]):
@@ -59,7 +59,7 @@ class CheckedBody(Generic[T]):
         self.ignored = ignored
 
     def headers(self, *others: str) -> dict[str, str]:
-        """The warning header, if there is something to warn of: unknown fields, and `others` that were left aside."""
+        """The warning header, if there are warnings: unknown fields, and `others` that were ignored."""
         ignored = (*self.ignored, *others)
         if not ignored:
             return {}
@@ -81,23 +81,22 @@ def header(request: Request, name: bytes) -> str | None:
 
 
 class Bodies:
-    """The bodies that a server process holds at one time: how many bytes they have, and which one is being parsed.
-
-    Bodies that are small count for nothing: a chat gets through while other clients send videos.
+    """The bodies that an API worker holds at one time: their total bytes, and which one is being parsed. Small bodies
+    do not count, so that a chat is accepted while other clients send videos.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_bytes = 0
         self.parsing = asyncio.Lock()
-        """Large ones are parsed one after the other, or all of them together would take too long between two turns."""
+        """Large bodies are parsed one after the other; several at once would block the event loop for too long."""
         self._trimming: asyncio.TimerHandle | None = None
 
     def hold(self) -> Hold:
         return Hold(self)
 
     def trim_soon(self) -> None:
-        """A large body has left: in a moment, its memory goes back to the system."""
+        """Returns the memory of a large body to the system, a moment after it was released."""
         if self._trimming is not None:
             self._trimming.cancel()
         self._trimming = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._trim)
@@ -111,7 +110,7 @@ class Bodies:
 
 
 class Hold:
-    """One body's part of them."""
+    """One body's share of the bytes in flight."""
 
     __slots__ = ("_bodies", "_counted", "_size")
 
@@ -125,7 +124,7 @@ class Hold:
         return self._bodies.parsing
 
     def add(self, num_bytes: int) -> None:
-        """More of it has come. Raises `BodiesFull` if there is too much of all."""
+        """Counts further bytes. Raises `BodiesFull` if all bodies together exceed the limit."""
         self._size += num_bytes
         if self._size <= SMALL_BYTES:
             return
@@ -140,7 +139,7 @@ class Hold:
         self._bodies.num_bytes += more
 
     def parsed(self) -> None:
-        """Its bytes are gone, what they say is understood."""
+        """The body was parsed, and its bytes were released."""
         self._bodies.num_bytes -= self._counted
         self._counted = 0
 
@@ -192,7 +191,7 @@ async def _read_bytes(request: Request, most: int) -> bytes:
 
 
 async def _take_apart(request: Request, raw: bytes) -> tuple[bytes, list[str | list[int]]]:
-    """A large body without its long texts and lists, and those. Others get their turn meanwhile."""
+    """A large body without its long strings and lists, and these. Yields to other tasks in between."""
     hold: Hold | None = request.scope.get(HOLD)
     async with hold.parsing if hold is not None else contextlib.nullcontext():
         work = parse_large(raw)
@@ -217,7 +216,7 @@ def too_large(most: int, *, close: bool) -> BodyTooLarge:
 async def read_json(
     request: Request, kind: type[S], *, most: int, strict: bool, empty: S | None = None
 ) -> CheckedBody[S]:
-    """The body as `kind`. Under `strict` unknown fields are an error. `empty`: what no body at all stands for."""
+    """The body as `kind`. With `strict`, unknown fields are an error. `empty`: the value if there is no body."""
     raw = await _read_bytes(request, most)
     if empty is not None and not raw.strip():
         return CheckedBody(empty, ())
@@ -259,7 +258,7 @@ def _let_go(request: Request) -> None:
 def as_kind(
     data: dict[str, Any], kind: type[S], *, strict: bool, most_rewritten: int = _MOST_REWRITTEN
 ) -> CheckedBody[S]:
-    """An object as `kind`. Raises `InvalidRequest` saying where and why it is not."""
+    """An object as `kind`. Raises `InvalidRequest` with the path and the reason if it is invalid."""
     value = _convert(data, kind, most_rewritten)
     return CheckedBody(value, unknown_fields(data, known_fields(kind), strict=strict))
 
@@ -280,8 +279,9 @@ def unknown_fields(data: Mapping[str, Any], known: Collection[str], *, strict: b
 
 
 def _convert(data: dict[str, Any], kind: type[S], most_rewritten: int) -> S:
-    """`data`, which may be changed, as `kind`. 5.0 is as good an integer as 5: JSON knows only numbers, and some clients
-    write all of theirs with a point. At most this many are rewritten, each of which takes another look at everything."""
+    """`data`, which may be modified, as `kind`. Floats with integral values (5.0) are accepted as integers, because
+    some clients write all numbers as floats. Their number is limited, because each takes another validation of the
+    whole body."""
     tries = 0
     while True:
         try:
@@ -293,7 +293,8 @@ def _convert(data: dict[str, Any], kind: type[S], most_rewritten: int) -> S:
 
 
 def _rewritten(data: Any, problem: str) -> bool:
-    """Whether the value that the problem is about was a whole number, and is an integer now (its list's others, too)."""
+    """Converts the value that the validation error is about to an integer, if it is integral (and the others of its
+    list). Returns whether it did."""
     found = _NOT_WHOLE.match(problem)
     if found is None:
         return False
@@ -375,7 +376,7 @@ def _choices(kind: type[msgspec.Struct], path: str) -> list[str]:
 
 
 def _members(types: Sequence[Any]) -> list[Any]:
-    """What unions and lists are made of."""
+    """The members of unions and lists."""
     found: list[Any] = []
     for each in types:
         origin = typing.get_origin(each)

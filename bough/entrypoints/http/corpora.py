@@ -1,4 +1,4 @@
-"""Corpora for n-gram drafts: texts that answers are likely to repeat, brought while the server runs. Admin routes."""
+"""Corpora for n-gram drafts: texts that answers are likely to repeat, added while the server runs. Admin routes."""
 
 from __future__ import annotations
 

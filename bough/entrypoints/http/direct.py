@@ -1,7 +1,6 @@
-"""The short way to a route: a path without parameters goes straight to its handler.
-
-The framework's own way (middleware, router, exit stacks) costs more than reading a request. It still serves everything
-else: paths with parameters, wrong methods, unknown paths, the OpenAPI document, cross-origin requests.
+"""Direct dispatch: a path without parameters goes directly to its handler. The framework's dispatch (middleware,
+router, exit stacks) costs more than parsing a request. It still serves everything else: paths with parameters, wrong
+methods, unknown paths, the OpenAPI document, cross-origin requests.
 """
 
 from __future__ import annotations

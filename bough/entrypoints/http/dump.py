@@ -1,8 +1,8 @@
 """`--dump-dir`: every request's body in a file, text included, so that the same traffic can be sent again.
 
-Off unless the operator asks for it. One JSON object a line: time, path, status, duration, body. Headers are left out,
-since keys are among them; media that stand in a body are, too, unless the operator asks for them (--dump-media). Files
-belong to their owner alone, and a thread writes them, so a slow disk delays no request.
+Off unless the operator asks for it. One JSON object a line: time, path, status, duration, body. Headers are left out
+because they contain keys; so are media in bodies, unless --dump-media is set. Only the owner can read the files, and a
+thread writes them, so that a slow disk does not delay requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bough.entrypoints.http.security import App, Receive, Scope, Send
 _log = logging.getLogger(__name__)
 
 FILE_BYTES = 64 * 1024 * 1024
-"""A file that has grown this large is followed by another."""
+"""Bytes after which a new file is started."""
 _MOST_WAITING = 10_000
-"""Requests that wait for the disk; beyond that, lines are dropped and counted."""
+"""Maximum number of requests that wait for the disk; above it, lines are dropped and counted."""
 _PATIENCE_S = 10.0
 _encode = msgspec.json.Encoder().encode
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
@@ -46,7 +46,7 @@ length has spaces."""
 
 
 def without_media(body: bytes) -> bytes:
-    """The JSON of a body with media that stand in it replaced by their size and digest."""
+    """The JSON of a body with its media replaced by their size and digest."""
 
     def replaced(found: re.Match[bytes]) -> bytes:
         head, data = (found[1], found[2]) if found[1] is not None else (found[3], found[4])
@@ -71,7 +71,7 @@ class DumpFiles:
     """The files of one process."""
 
     def __init__(self, directory: Path, name: str, *, file_bytes: int = FILE_BYTES, media: bool = False) -> None:
-        """`media`: keep those that stand in bodies. Raises `ConfigError` where nothing can be written."""
+        """`media`: keep media in bodies. Raises `ConfigError` if the directory is not writable."""
         self._media = media
         self.dropped = 0
         self._directory = directory
@@ -79,7 +79,7 @@ class DumpFiles:
         self._file_bytes = file_bytes
         self._number = 0
         self._warned = False
-        """That the disk takes nothing."""
+        """A failure to write was logged."""
         self._waiting: queue.Queue[Recorded | None] = queue.Queue(_MOST_WAITING)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,14 +95,14 @@ class DumpFiles:
         self._thread.start()
 
     def add(self, line: Recorded) -> None:
-        """Never waits."""
+        """Queues a line; never waits."""
         try:
             self._waiting.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Writes what is left, as far as the disk takes it in some seconds."""
+        """Writes the remaining lines, for a few seconds at most."""
         give_up_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=_PATIENCE_S)
@@ -144,7 +144,8 @@ class DumpFiles:
 
 
 class Dump:
-    """ASGI middleware, within the guard: what it sees was allowed. Bodies that no route has parsed are not kept."""
+    """ASGI middleware inside the guard, so it sees only allowed requests. Bodies that no route has parsed are not
+    recorded."""
 
     def __init__(self, app: App, files: DumpFiles) -> None:
         self._app = app

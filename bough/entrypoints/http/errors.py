@@ -1,7 +1,6 @@
-"""The one renderer of errors: whatever went wrong, a client gets a status, a type, a code and a sentence written for it.
-
-Exceptions that are not `BoughError`s never show their text, since it may hold paths or data of others; they are logged
-under the request's id, which the client gets.
+"""Renders all errors: a client gets a status, a type, a code and a message. The text of exceptions other than
+`BoughError` is never shown, because it may contain paths or data of other clients; they are logged with the request's
+id, which the client gets.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 CLIENT_GONE = 499
-"""What nginx made customary for "the client closed its connection"; only logs see it."""
+"""nginx's status for "the client closed its connection"; it appears only in logs."""
 
 ANTHROPIC_PREFIX = "/v1/messages"
 OLLAMA_PREFIX = "/api/"
@@ -48,9 +47,9 @@ _WORDS: dict[str, dict[str, str]] = {
     **{path: {"prompt": "query", "token_ids_logprob": "label_token_ids"} for path in ("/v1/score", "/score")},
     **{path: {"prompt": "input"} for path in ("/v1/embeddings", "/v1/classify", "/v1/moderations")},
 }
-"""Names of fields where a route's own differ from those of the engine, which the checks behind all routes use."""
+"""Field names of routes where they differ from the engine's, which the shared checks use."""
 _NAME = re.compile(r"""(?<!['"\w-])[a-z]+(?:_[a-z]+)+(?!['"\w])""")
-"""A field's name within a sentence; what stands in quotes is the client's own."""
+"""A field's name within a message; quoted text is the client's own."""
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -76,7 +75,7 @@ def as_bough(error: BaseException) -> BoughError:
 
 
 def error_body(error: BaseException, path: str = "") -> dict[str, object]:
-    """The error in the words of the route's dialect: OpenAI's object, but Anthropic's and Ollama's on their paths."""
+    """The error in the format of the route's API: OpenAI's, or Anthropic's and Ollama's on their paths."""
     shown = as_bough(error)
     message, param = in_words(shown, path)
     if path.startswith(ANTHROPIC_PREFIX):
@@ -88,7 +87,7 @@ def error_body(error: BaseException, path: str = "") -> dict[str, object]:
 
 
 def in_words(error: BoughError, path: str) -> tuple[str, str | None]:
-    """The error's sentence and the field it is about, in the words of the route."""
+    """The error's message and field, with the route's field names."""
     words = _WORDS.get(path, {}) if error.status < 500 else {}
     message = error.sentence()
     if not words:
@@ -159,7 +158,7 @@ class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
     allowed = ""
-    """The methods that are, as in the header."""
+    """The allowed methods, as in the header."""
 
 
 def _from_http(error: HTTPException, request: Request) -> BoughError:

@@ -1,4 +1,4 @@
-"""Routes that tell how the server is: probes, and facts about the model and the server."""
+"""Probes, and information about the model and the server."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server_info(service: Service) -> Handler:
 
 
 def model_info(service: Service) -> Handler:
-    """GET /model_info: the model as a client must know it, `role_affixes` included."""
+    """GET /model_info: facts about the model for clients, including `role_affixes`."""
 
     async def handle(request: Request) -> Response:
         return json_reply(about.model_info(service))
@@ -100,7 +100,7 @@ def loads(service: Service) -> Handler:
 
 
 def get_load(service: Service) -> Handler:
-    """GET /get_load: the same as a list, with the names that older clients of SGLang's read."""
+    """GET /get_load: the same as a list, with the field names that older SGLang clients expect."""
 
     async def handle(request: Request) -> Response:
         body = await about.loads(service)
@@ -119,7 +119,7 @@ def get_load(service: Service) -> Handler:
 
 
 def tokenizer_info(service: Service) -> Handler:
-    """GET /tokenizer_info: what a client needs to build prompts on its own side."""
+    """GET /tokenizer_info: what a client needs to build prompts itself."""
 
     async def handle(request: Request) -> Response:
         return json_reply(about.tokenizer_info(service))
@@ -139,7 +139,7 @@ def _check_rank(wanted: str | None, ranks: list[int]) -> None:
 
 
 async def _requests(service: Service, request: Request) -> object:
-    """Requests in the engine, one by one. Only for clients that may act on them, because it lists their names."""
+    """The requests in the engine. Only for clients that may abort them, because it lists their ids."""
     if not caller_of(request).admin:
         raise Forbidden(
             what="the list of requests needs the admin key",

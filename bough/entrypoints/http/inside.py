@@ -1,4 +1,4 @@
-"""Routes called from inside the process, as if over HTTP, for servers of other protocols, which pass bodies on to them."""
+"""Calls routes from inside the process as if over HTTP, for servers of other protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bough.entrypoints.service import Service
 Message = MutableMapping[str, Any]
 Headers = Sequence[tuple[bytes, bytes]]
 _WAITING = 64
-"""Pieces of an answer that wait to be read; the route waits beyond."""
+"""Maximum number of pieces of an answer that wait to be read; then the route waits."""
 
 
 def json_routes(service: Service) -> dict[str, Handler]:
@@ -31,8 +31,8 @@ def json_routes(service: Service) -> dict[str, Handler]:
 async def answers(
     handler: Handler, path: str, body: bytes, *, headers: Headers = (), caller: Caller = ANYBODY
 ) -> AsyncGenerator[str, None]:
-    """The JSON of the route's answer, or of each of its events. Raises what the route raises; closing it early is a
-    client that has gone away."""
+    """The JSON of the route's answer, or of each of its events. Raises what the route raises; closing it early acts
+    like a client that disconnects."""
     scope: Message = {
         "type": "http", "method": "POST", "path": path, "query_string": b"",
         "headers": [(b"content-type", b"application/json"), *headers],

@@ -1,4 +1,4 @@
-"""Large JSON texts: measured before anything is built from them, and taken apart in pieces, so that nothing else waits.
+"""Large JSON texts: measured before they are parsed, and parsed in pieces, so that other requests do not wait.
 
 A parser in C holds the interpreter until it is done, a second and more for some texts, and builds twenty times their size
 from others. Here a text is first measured block by block (numbers, strings, containers, depth) and refused if it has more
@@ -27,7 +27,7 @@ LARGE_BYTES: Final = 256 * 1024
 _BLOCK: Final = 64 * 1024
 _LONG_TEXT: Final = 64 * 1024
 _LONG_LIST: Final = 16 * 1024
-"""Bytes from which on a text, and a list of numbers, is cut out."""
+"""Minimum bytes of a string, and of a list of numbers, that is cut out."""
 _PIECE: Final = 64 * 1024
 _PLAIN_PIECE: Final = 1024 * 1024
 """Bytes that are read at once: of lists and of texts with escapes, and of texts without."""
@@ -54,7 +54,7 @@ Places = npt.NDArray[np.int64]
 
 
 class Survey(NamedTuple):
-    """What a text holds, as far as a parser would meet it."""
+    """Measures of a JSON text: what a parser would build from it."""
 
     commas: int
     strings: int

@@ -53,12 +53,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_prompt_token_ids: bool | None = None
     return_hidden_states: bool | str | list[bool | str] | None = None
     image_data: Any = None
-    """What images stand in the prompt: a URL (data:, http(s):, file:), base64, or a list of them; of a batch, one such entry
-    for each prompt."""
+    """The images of the prompt: a URL (data:, http(s):, file:), base64, or a list of them; for a batch, one such entry
+    per prompt."""
     video_data: Any = None
     """The same for videos; an entry may also be {"frames": [...], "fps": ..., "frames_indices": [...]}."""
     audio_data: Any = None
-    """The same for sounds."""
+    """The same for audio."""
     mm_processor_kwargs: dict[str, Any] | None = None
     """Settings of the model's media processor."""
     priority: int | PriorityWord | list[int | PriorityWord] | None = None
@@ -207,7 +207,8 @@ def detokenize(service: Service) -> Handler:
 
 
 def abort_request(service: Service) -> Handler:
-    """POST /abort_request: ends the caller's requests with exactly this id; with the admin key anybody's, or all of them."""
+    """POST /abort_request: aborts the caller's requests with exactly this id; with the admin key those of any caller,
+    or all requests."""
     server = service.config.server
 
     async def handle(request: Request) -> Response:
@@ -238,15 +239,14 @@ class JoinRequest(msgspec.Struct, kw_only=True):
     """Branches, in order: each begins with the prompt of `dst_rid`."""
     dst_rid: str
     position_ids_offset: list[int] | None = None
-    """Positions that each branch stands further than where the one before it ends."""
+    """Position offset of each branch relative to the end of the one before it."""
     cache_salt: str | None = None
     extra_key: str | None = None
 
 
 def concate_and_append(service: Service) -> Handler:
-    """POST /concate_and_append_request: lines up the KV of branches behind their parent's, computing nothing.
-
-    Later requests go on from it with `session_params: {"id": session_id}`.
+    """POST /concate_and_append_request: appends the KV of branches to their parent's without computing anything. Later
+    requests continue it with `session_params: {"id": session_id}`.
     """
     server = service.config.server
 
@@ -280,7 +280,7 @@ def flush_cache(service: Service) -> Handler:
 
 
 def _patience(given: str) -> float:
-    """Seconds, as a query has them."""
+    """The timeout of a query, in seconds."""
     try:
         seconds = float(given)
     except ValueError:
@@ -296,7 +296,7 @@ def _patience(given: str) -> float:
 
 
 def _deadline_ms(data: dict[str, Any]) -> float | None:
-    """Takes it out of the body: it is about this call, not about an answer."""
+    """Removes the field from the body, because it concerns this call and not the answer."""
     given = data.pop("deadline_ms", None)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
         raise InvalidRequest(

@@ -1,4 +1,5 @@
-"""The door of a machine that runs ranks and takes no requests: probes, and a pointer to machine 0."""
+"""The HTTP server of a machine that runs ranks and accepts no requests: probes, and an error that points to machine
+0."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class NodeDoor:
         self._stopping = asyncio.Event()
 
     async def run(self, ready: Awaitable[Mapping[str, Any]], opened: Callable[[], None]) -> None:
-        """Serves until `drain`; `opened` hears when the engine takes requests. Raises what start-up failed with."""
+        """Serves until `drain`; calls `opened` when the engine accepts requests. Raises the error that start-up failed
+        with."""
         waiting = asyncio.ensure_future(ready)
         serving = asyncio.ensure_future(self._server.run())
         stopping = asyncio.ensure_future(self._stopping.wait())

@@ -1,4 +1,4 @@
-"""POST /parse_function_call and /separate_reasoning: the server's parsers for texts that clients bring."""
+"""POST /parse_function_call and /separate_reasoning: the server's parsers for texts from clients."""
 
 from __future__ import annotations
 

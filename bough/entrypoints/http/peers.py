@@ -1,8 +1,6 @@
-"""API workers among themselves: what one of them keeps, the others can ask it for.
-
-Each worker listens on a Unix socket in the server's private directory. A request that needs what another worker holds (a
-response, a session) is passed on to it as it is, and its answer passed back as it comes. Who the client is was found out by
-the worker that it is connected to, and goes along.
+"""Communication between API workers. Each worker listens on a Unix socket in the server's private directory. A request
+that needs data of another worker (a response, a session) is forwarded to it unchanged, and its answer is returned as it
+arrives. The worker that the client is connected to has authenticated it, and sends the caller along.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from bough.entrypoints.stream import ClientGone
 _log = logging.getLogger(__name__)
 
 CALLER_HEADER = b"x-bough-caller"
-"""Who the client is; believed on a worker's own socket only."""
+"""Header with the caller; trusted only on a worker's own socket."""
 SESSIONS_WORKER = 0
-"""Keeps all sessions, since gRPC is served by it alone."""
+"""The worker that keeps all sessions, because only it serves gRPC."""
 _OF_THE_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"expect"})
 _NOT_PASSED_ON = _OF_THE_CONNECTION | {b"content-length", b"authorization", b"x-api-key", CALLER_HEADER}
 _READ_BYTES = 65_536
 _CONNECT_S = 5.0
 _WORKER_DIGITS = 2
-"""Hexadecimal digits at the beginning of a name that say which worker keeps what it names."""
+"""Number of first hexadecimal digits of a name that identify the worker which keeps the named object."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
 
 class Peers:
-    """The workers of a server, as one of them sees them."""
+    """The other API workers of a server."""
 
     def __init__(self, own: int = 0, addresses: Mapping[int, str] | None = None) -> None:
         """`addresses`: the other workers' sockets."""
@@ -62,7 +60,7 @@ class Peers:
         return sorted(self._addresses)
 
     def new_name(self) -> str:
-        """An unguessable name for something that this worker keeps."""
+        """An unguessable name for an object that this worker keeps."""
         return f"{self.own:0{_WORKER_DIGITS}x}{random_name()[_WORKER_DIGITS:]}"
 
     def keeper_of(self, name: str) -> int:
@@ -101,7 +99,7 @@ class Peers:
                 await writer.wait_closed()
 
     async def ask(self, worker: int, request: Request, path: str) -> bytes | None:
-        """What a worker answers to a GET of the same client; None, if it is no 200."""
+        """A worker's answer to a GET of the same client; None if the status is not 200."""
         pieces: list[bytes] = []
         status = 0
         async with contextlib.aclosing(self.exchange(worker, request, b"", method="GET", path=path)) as replies:
@@ -175,7 +173,7 @@ class PeerDoor:
 
 
 class _Answer:
-    """What a parser finds in an answer."""
+    """An HTTP answer as it is parsed."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)

@@ -1,4 +1,4 @@
-"""`--root-path`: requests that a proxy passes on with its path prefix are seen without it."""
+"""`--root-path`: removes the path prefix of a reverse proxy from requests."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""HTTP connections with bounds of their own: how long a client may take to send its request, and how large its head is.
+"""HTTP connections with limits: the time that a client may take to send its request, and the size of its headers.
 
-uvicorn waits for ever for the end of a head or a body, and keeps every header and every trailer. Here a client that sends
-nothing, or too slowly, gets a 408 and is disconnected, and a head or trailers that grow too large are refused before they
-are complete (431). Trailers are dropped: what comes after a body is no part of the head that was checked before it.
+uvicorn waits forever for the end of a head or a body, and keeps every header and every trailer. Here a client that
+sends nothing, or too slowly, gets a 408 and is disconnected, and a head or trailers that grow too large are refused
+before they are complete (431). Trailers are dropped: what comes after a body is no part of the head that was checked
+before it.
 
-A body's time: a client has `timeout_s` of credit. Time that passes takes from it, and every byte that arrives gives back
-what it takes at `LEAST_BYTES_A_SECOND`, up to the full credit. So a client that stops is cut off exactly `timeout_s` after
-its last byte, one that keeps the pace never, and one that dribbles almost as soon as one that stops.
+A body's time: a client has `timeout_s` of credit. Time that passes takes from it, and every byte that arrives gives
+back what it takes at `LEAST_BYTES_A_SECOND`, up to the full credit. So a client that stops is disconnected exactly
+`timeout_s` after its last byte, one that keeps the rate never, and one that sends very slowly almost as soon as one
+that stops.
 """
 
 from __future__ import annotations
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LEAST_BYTES_A_SECOND = 16 * 1024
-"""A body that comes slower than this for long is not being sent in earnest: a bad mobile connection has four times that."""
+"""Minimum rate of a body over a longer time; a bad mobile connection has four times that."""
 _MOST_BEHIND = 4
-"""Requests that are read while one before them on the connection is answered."""
+"""Maximum number of pipelined requests that are read while an earlier one is answered."""
 _MOST_UNREAD_BYTES = 64 * 1024 * 1024
-"""Of a body whose answer is out already: read, so that the client gets to read the answer, and dropped."""
+"""Bytes of a body that are read and dropped after the answer was sent, so that the client can read the answer."""
 _LINE_BYTES = 4
 """What separates a header's name from its value, and it from the next."""
 
@@ -192,11 +194,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """Time is up for this part of the request, unless a body is on its way at a fair pace."""
+        """Disconnects a client whose time is up, unless its body arrives at a sufficient rate."""
         self._timer = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # a client is not late with what is not read
+        if self.flow.read_paused:  # a client is not late while the server does not read
             self._credit_s, self._paced_s = self.timeout_s, self.loop.time()
         if self._part == "body":
             left_s = self._paced_s + self._credit_s - self.loop.time()
@@ -225,7 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: BoughError) -> None:
-        """Says why, where nothing else has been said, and closes the connection."""
+        """Sends an error, if no response has begun, and closes the connection."""
         if not any(each.response_started and not each.response_complete for each in self._cycles) and not self.pipeline:
             reply = error_response(error)
             head = [b"HTTP/1.1 %d \r\n" % error.status]
@@ -252,5 +254,5 @@ def _unframed(cycle: RequestResponseCycle) -> Send:
 
 
 def bounded(timeout_s: float) -> type[BoundedProtocol]:
-    """The protocol with this patience."""
+    """The protocol class with this timeout."""
     return type("Bounded", (BoundedProtocol,), {"timeout_s": timeout_s})

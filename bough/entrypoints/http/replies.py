@@ -23,11 +23,11 @@ from bough.entrypoints.stream import KEEP_ALIVE_S, Client, Events, send_events
 _encode = msgspec.json.Encoder().encode
 _LONGEST_S = 864_000.0
 _PIECE = 65_536
-"""Members of a list that are encoded at once."""
+"""Number of list members that are encoded at once."""
 CLIENT = "bough.client"
-"""Where a request's scope has its `Client`."""
+"""Key of a request's scope for its `Client`."""
 CALLER = "bough.caller"
-"""Where a request's scope has its `Caller`; the guard puts it there."""
+"""Key of a request's scope for its `Caller`, which the guard sets."""
 
 
 def json_reply(payload: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -86,8 +86,9 @@ class LinesReply(EventReply):
 
 
 def deadline_of(request: Request, field_ms: float | None = None) -> float:
-    """Time (time.monotonic()) by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s` among the
-    headers, or the body's `deadline_ms`; the earliest counts. Raises `InvalidRequest` for what is no time."""
+    """Time (time.monotonic()) by which the client wants its answer, or 0: `x-deadline-ms` or `x-request-timeout-s`
+    among the headers, or the body's `deadline_ms`; the earliest is used. Raises `InvalidRequest` for an invalid
+    time."""
     given = {
         "x-deadline-ms": (header(request, b"x-deadline-ms"), 1e-3),
         "x-request-timeout-s": (header(request, b"x-request-timeout-s"), 1.0),
@@ -113,7 +114,7 @@ def _seconds(name: str, value: str | float, unit: float) -> float:
 
 
 def client_of(request: Request) -> Client:
-    """Who waits for the answer."""
+    """The receiver of the answer."""
     return _client(request.scope)
 
 
@@ -124,16 +125,16 @@ def _client(scope: Scope) -> Client:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sends the request."""
+    """The sender of the request."""
     caller: Caller = request.scope.get(CALLER, ANYBODY)
     return caller
 
 
 def tenant_of(request: Request) -> str:
-    """To whom everything belongs that the request makes, and whose things it may ask for."""
+    """The tenant, which owns everything that the request creates or may access."""
     return caller_of(request).tenant
 
 
 def placed(job: Job, request: Request, *, deadline_ms: float | None = None) -> Job:
-    """What a body asks for, as this HTTP request asks for it: who sends it, and by when. Raises `InvalidRequest`."""
+    """A body's request with the caller and the deadline of the HTTP request. Raises `InvalidRequest`."""
     return replace(job, caller=caller_of(request), deadline_s=deadline_of(request, deadline_ms))

@@ -1,4 +1,4 @@
-"""Who may call what: keys, admin keys, hosts and origins. One middleware, before every route.
+"""Authentication and authorisation: keys, admin keys, hosts and origins. One middleware, before every route.
 
 Deny by default: every path needs a key except the probes. Without keys the server is meant for this machine only,
 so requests that a browser was tricked into (foreign Host or Origin) are refused.
@@ -53,8 +53,8 @@ class HttpGuard:
         *,
         changing_gets: frozenset[str] = frozenset(),
     ) -> None:
-        """`responded` hears the path and the status of every response, probes' left out. `changing_gets`: paths of which a
-        GET changes something."""
+        """`responded` is called with the path and the status of every response, except those of probes.
+        `changing_gets`: paths of which a GET changes something."""
         self._app = app
         self._changing_gets = changing_gets
         self._keyring = keyring
@@ -96,7 +96,7 @@ class HttpGuard:
             hold.end()
 
     def check(self, scope: Scope) -> None:
-        """Raises the error that this request deserves before its route is even looked up."""
+        """Raises the error for a request that is not allowed, before its route is looked up."""
         authorization = b""
         host = b""
         origin = b""
@@ -143,7 +143,7 @@ class HttpGuard:
         self._check_origin(host, origin)
 
     def _check_origin(self, host: str, origin: str) -> None:
-        """For calls without a key, and for preflights: these say at once what the browser would find out anyway."""
+        """Checks the origin of calls without a key and of preflight requests."""
         if origin and not self._origins & {origin, "*"} and origin.partition("://")[2] != host:
             raise Forbidden(
                 what="pages of another origin may not call this server",
@@ -153,8 +153,8 @@ class HttpGuard:
 
 
 def _refuse_browsers(headers: Sequence[tuple[bytes, bytes]], origin: bytes) -> None:
-    """Raises `Forbidden` for a GET that a page had its reader's browser send. Only a page of this server's own may, and
-    shows it by an Origin; links, pictures and addresses that were typed have none."""
+    """Raises `Forbidden` for a GET that a foreign page made a browser send. Only pages of this server may send it,
+    which have an Origin header; links, images and typed addresses have none."""
     sent = dict(headers)
     site = sent.get(b"sec-fetch-site", b"")
     is_browser = bool(site) or b"sec-fetch-mode" in sent or sent.get(b"user-agent", b"").startswith(b"Mozilla/")

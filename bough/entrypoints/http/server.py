@@ -1,4 +1,5 @@
-"""uvicorn around the application: probes always work, the rest from when the engine is ready until the server drains."""
+"""Runs the application in uvicorn: probes always work, other routes from the time the engine is ready until the server
+drains."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from bough.entrypoints.http.security import OPEN_PATHS, App, Receive, Scope, Sen
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _CLOSING_S = 1
-"""Time for connections to take the last bytes of their answers once the port is closed."""
+"""Seconds for clients to read the last bytes of their answers after the port is closed."""
 _LOADING_S = 2
 _REPLACED_S = 5
 """Seconds after which a client may try again: while the model loads, and when this server drains for another to come."""
 
 
 class Front:
-    """The door of the application. Before it opens, and once it drains, probes are answered and everything else gets 503."""
+    """Wraps the application. Before it is open, and while it drains, probes are answered and everything else gets
+    503."""
 
     def __init__(self) -> None:
         self._app: App | None = None
@@ -36,15 +38,15 @@ class Front:
         self._at_rest.set()
 
     def open(self, app: App) -> None:
-        """From now on requests go to `app`."""
+        """Passes requests to `app` from now on."""
         self._app = app
 
     def drain(self) -> None:
-        """From now on only probes go to the application; requests under way are not touched."""
+        """Passes only probes to the application from now on; running requests continue."""
         self._draining = True
 
     async def rest(self) -> None:
-        """Returns when no request is under way."""
+        """Returns when no request is running."""
         await self._at_rest.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -82,7 +82,7 @@ def close_session(service: Service) -> Handler:
 
 
 def where_sessions_are(service: Service, request: Request, asked: object) -> Response | None:
-    """The answer of the worker that keeps the sessions to a request with this body, if that is another one."""
+    """Forwards a request to the worker that keeps the sessions, if that is another one, and returns its answer."""
     peers = service.peers
     if peers is None or peers.own == SESSIONS_WORKER:
         return None

@@ -1,4 +1,4 @@
-"""TLS of the HTTP server: the certificate and key that it shows, and the authorities whose clients it lets in."""
+"""TLS of the HTTP server: its certificate and key, and the authorities for client certificates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bough.core.errors import ConfigError
 
 
 class Certificates:
-    """The files of --ssl-certfile, --ssl-keyfile and --ssl-ca-certs as one context, which `reload` brings up to date."""
+    """The files of --ssl-certfile, --ssl-keyfile and --ssl-ca-certs as one context, which `reload` updates."""
 
     def __init__(self, server: ServerConfig) -> None:
         """Raises `ConfigError` if a file can't be read, or the key is not the certificate's."""
@@ -19,7 +19,7 @@ class Certificates:
 
     @staticmethod
     def wanted(server: ServerConfig) -> Certificates | None:
-        """None: the server speaks plain HTTP. Raises `ConfigError`, also if only a part of what HTTPS needs was given."""
+        """The TLS context; None for plain HTTP. Raises `ConfigError`, also if a setting that HTTPS needs is missing."""
         if server.ssl_certfile:
             return Certificates(server)
         for name in ("ssl_keyfile", "ssl_ca_certs"):
@@ -33,7 +33,7 @@ class Certificates:
         return None
 
     def reload(self) -> str:
-        """Reads the files again, for connections that begin from now on. Raises `ConfigError`, and changes nothing then."""
+        """Reloads the files for new connections. Raises `ConfigError` and changes nothing if one is invalid."""
         _load(self._server, _new())
         _load(self._server, self.context)
         return self._server.ssl_certfile

@@ -18,11 +18,11 @@ _encode = msgspec.json.Encoder().encode
 _MOST_HEADER_BYTES = 8000
 _ON = (b"1", b"true")
 _UNTRACED = OPEN_PATHS | {"/metrics"}
-"""Probes and scrapes: they come all the time, and tell nothing about requests."""
+"""Probes and metrics: frequent paths that are not traced."""
 
 
 class Tracing:
-    """ASGI middleware, within the guard: requests have their id and are allowed."""
+    """ASGI middleware inside the guard: requests have an id and are allowed."""
 
     def __init__(self, app: App, exporter: OtlpExporter | None = None) -> None:
         self._app = app

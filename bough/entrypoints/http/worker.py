@@ -1,4 +1,4 @@
-"""One API worker: from a bound socket to an open door, and back to a closed one.
+"""One API worker: from a bound socket to serving requests, and back.
 
     worker = Worker(config, endpoints, index, socket)
     await worker.run(ready)        # `ready` gives the engine's facts once it takes requests
@@ -48,9 +48,9 @@ from bough.observability.trace import OtlpExporter
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""Time for clients to read why their answer ends, once the engine has gone or draining has taken its time."""
+"""Seconds for clients to read the error of their answer, after the engine has gone or the drain timeout has passed."""
 _LATE_S = 2.0
-"""The engine cuts off what runs longer than the drain timeout. If it has not said so after this, it is not waited for."""
+"""Seconds to wait after the drain timeout for the engine to end the remaining requests."""
 _LOOK_EVERY_S = 0.2
 _BEAT_EVERY_S = 0.5
 
@@ -93,9 +93,8 @@ class Worker:
         warm_up: bool = False,
         probes: bool = True,
     ) -> None:
-        """Serves until `drain`. `opened` hears when requests are taken. Raises what start-up failed with.
-
-        `probes`: answers them from the first moment; otherwise nothing is listened to until requests are taken.
+        """Serves until `drain`. Calls `opened` when requests are accepted. Raises the error that start-up failed with.
+        `probes`: answer probes from the beginning; otherwise the worker does not listen until requests are accepted.
         """
         opening = asyncio.ensure_future(self._open(ready, warm_up))
         serving = asyncio.ensure_future(self._serve(None if probes else opening))
@@ -124,8 +123,8 @@ class Worker:
         await self._server.run()
 
     def drain(self, *, now: bool = False) -> None:
-        """Ends `run` when the requests under way have ended, or their time is up; new ones get 503 until then. `now`: those
-        under way get it, too."""
+        """Ends `run` when the running requests have ended, or their time is up; new ones get 503 until then. `now`:
+        running ones get it, too."""
         self._front.drain()
         if self._service is None:
             self._close(now=now)
@@ -248,7 +247,7 @@ class Worker:
         return {name: Pulse(self._endpoints.beat(name)) for name in names}
 
     async def _beat(self) -> None:
-        """Others see by it whether this event loop still turns."""
+        """Writes the heartbeat, by which other processes see that this event loop is running."""
         heart = Heartbeat(self._endpoints.beat(f"api{self._index}"))
         for turn in itertools.count(1):
             heart.beat(turn, State.READY)
@@ -273,7 +272,7 @@ async def _open_grpc(service: Service) -> None:
 
 
 def _exporter(config: Config) -> OtlpExporter | None:
-    """Made before anything else: what is missing for it is found out at once."""
+    """Created first, so that a missing dependency is reported at once."""
     endpoint = config.log.otlp_endpoint
     version = import_module("bough").__version__
     return OtlpExporter(endpoint, service="bough", version=version) if endpoint else None

@@ -1,4 +1,4 @@
-"""Transcripts of sounds: windows, Whisper's algorithm over them, and the forms that transcripts are written in.
+"""Transcription of audio: windows, Whisper's algorithm, and output formats.
 
-in: samples and what a client wants. out: segments, texts. never: HTTP, torch.
+in: samples and a client's options. out: segments, texts. never: HTTP, torch.
 """

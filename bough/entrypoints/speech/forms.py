@@ -1,4 +1,4 @@
-"""How transcripts are written: plain text, subtitles (SRT, WebVTT), JSON with all that is known."""
+"""Output formats of transcripts: plain text, subtitles (SRT, WebVTT), verbose JSON."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bough.entrypoints.speech.segments import SpeechSegment
 
 
 class ScoredSegment(Struct, frozen=True, kw_only=True):
-    """A segment, and what is known of the window that it is from."""
+    """A segment, with facts about its window."""
 
     segment: SpeechSegment
     seek_s: float
-    """Where the window begins."""
+    """Start of the window, in seconds."""
     temperature: float
     avg_logprob: float
     compression_ratio: float
@@ -23,7 +23,7 @@ class ScoredSegment(Struct, frozen=True, kw_only=True):
 
 
 class SpeechTranscript(Struct, frozen=True, kw_only=True):
-    """A whole sound."""
+    """The transcript of one audio file."""
 
     task: str
     language: str
@@ -61,7 +61,7 @@ def verbose(transcript: SpeechTranscript, *, with_segments: bool) -> dict[str, A
 
 
 def duration_usage(seconds: float) -> dict[str, Any]:
-    """What is counted: seconds, rounded up as OpenAI does."""
+    """Usage in seconds, rounded up as OpenAI does."""
     return {"type": "duration", "seconds": int(-(-seconds // 1))}
 
 

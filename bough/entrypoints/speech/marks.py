@@ -1,18 +1,18 @@
-"""Transcripts of models that write something before what was said."""
+"""Transcripts of models that write a marker before the transcript."""
 
 from __future__ import annotations
 
 
 class BehindMark:
-    """What stands behind the first mark of a text that comes in parts."""
+    """Returns the part of a streamed text after the first marker."""
 
     def __init__(self, mark: str) -> None:
-        """`mark` empty: all of it is wanted."""
+        """`mark` empty: returns the whole text."""
         self._mark = mark
         self._held = ""
 
     def more(self, text: str) -> str:
-        """The part of it that is wanted."""
+        """Adds a piece, and returns the part of it after the marker."""
         if not self._mark:
             return text
         self._held += text
@@ -23,6 +23,6 @@ class BehindMark:
         return behind
 
     def rest(self) -> str:
-        """At the end: all of a text that has no mark."""
+        """At the end: the whole text, if it had no marker."""
         held, self._held = self._held, ""
         return held

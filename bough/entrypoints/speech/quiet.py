@@ -1,4 +1,4 @@
-"""Where a long sound is cut for models that take it in pieces: at the quietest places before each piece is full."""
+"""Splits long audio for models that take it in pieces: at the quietest point near the end of each piece."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 _LOOK_BACK_S = 5.0
-"""Seconds before the end of a piece in which a quiet place is looked for."""
+"""Seconds before the end of a piece in which a quiet point is searched."""
 _FRAME_S = 0.02
 
 
 def quiet_pieces(samples: npt.NDArray[np.float32], rate: int, most_s: float) -> list[npt.NDArray[np.float32]]:
-    """The sound in pieces of at most `most_s` seconds, one behind the other."""
+    """The audio in consecutive pieces of at most `most_s` seconds."""
     most, back, frame = int(most_s * rate), int(min(_LOOK_BACK_S, most_s / 2) * rate), max(1, int(_FRAME_S * rate))
     pieces, at = [], 0
     while len(samples) - at > most:

@@ -1,4 +1,4 @@
-"""From the tokens of one window to segments with times, and how far the next window is from it."""
+"""Converts the tokens of one window to segments with times, and finds the start of the next window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.config.speech import TIMESTAMP_S, SpeechFacts
 
 
 class SpeechSegment(Struct, frozen=True, kw_only=True):
-    """Something that was said without a break."""
+    """A segment of speech with its times."""
 
     start: float
     end: float
@@ -22,7 +22,7 @@ class SpeechSegment(Struct, frozen=True, kw_only=True):
 
 
 class WindowText(Struct, frozen=True):
-    """What became of a window."""
+    """The result of a window."""
 
     segments: tuple[SpeechSegment, ...]
     advance_s: float
@@ -43,8 +43,8 @@ def cut_window(
 ) -> WindowText:
     """Segments of a window that begins at `begin_s` of the sound and has `length_s` of it.
 
-    Two timestamps in a row end one segment and begin another. What follows the last such pair is said again in the next
-    window, which begins there, unless the window ends with one timestamp: then nothing more is said in it.
+    Two timestamps in a row end one segment and begin another. The text after the last such pair is repeated in the next
+    window, which begins there, unless the window ends with a single timestamp: then no more speech follows in it.
     """
     first = facts.first_timestamp
     ids = [token for token in tokens if token != facts.end]
@@ -71,5 +71,5 @@ def cut_window(
 
 
 def _said(segments: Sequence[SpeechSegment]) -> tuple[SpeechSegment, ...]:
-    """Those in which something is said, in some time."""
+    """The segments with text and a positive duration."""
     return tuple(each for each in segments if each.text.strip() and each.end > each.start)

@@ -1,4 +1,4 @@
-"""Whisper's algorithm: windows of 30 s one behind the other, each beginning where the last segment before it ended."""
+"""Whisper's algorithm: consecutive windows of 30 s, each beginning where the last segment of the previous one ended."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _FORGETS_ABOVE = 0.5
 
 
 class SpeechTask(Struct, frozen=True, kw_only=True):
-    """What a client wants of a sound."""
+    """A client's transcription request."""
 
     task: str
     """"transcribe", or "translate" to English."""
     language: str | None
-    """Code; None: it is found out."""
+    """Language code; None: it is detected."""
     prompt: tuple[int, ...]
     """Text before the sound, as tokens."""
     temperatures: tuple[float, ...]
     timestamps: bool
-    """Segments are wanted; a sound that is longer than a window has timestamps in any case."""
+    """Whether segments are requested; audio longer than a window gets timestamps in any case."""
     like: Request
-    """Everything else of the requests that it becomes: who sends them, priority, deadline."""
+    """Other fields of its requests: caller, priority, deadline."""
 
 
 class WindowDone(Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class _Answer(Struct, frozen=True, kw_only=True):
 
 
 class WhisperRun:
-    """One sound under way."""
+    """The transcription of one audio file."""
 
     def __init__(
         self, service: Service, facts: SpeechFacts, tokenizer: Tokenizer, rules: SoundRules, task: SpeechTask
@@ -117,7 +117,7 @@ class WhisperRun:
             at += max(1, size if is_silent else round(cut.advance_s * rate))
 
     async def _look(self, media: tuple[MediaInput, ...]) -> float:
-        """The probability of silence. Finds the language out, if it is not known."""
+        """The probability of silence. Also detects the language, if it is not known."""
         facts = self._facts
         asks = bool(facts.languages) and not self._language
         sampling = SamplingParams(
@@ -176,7 +176,8 @@ class WhisperRun:
         )  # fmt: skip
 
     def _previous(self) -> list[int]:
-        """What stands before the transcript's marks: text that came before, as much as Whisper was trained with."""
+        """The prompt before the transcript's special tokens: previous text, up to the length that Whisper was trained
+        with."""
         facts = self._facts
         most = facts.context // 2 - 1
         return [facts.previous, *self._before[-most:]] if self._before and facts.previous is not None else []
@@ -197,7 +198,7 @@ class WhisperRun:
 
 
 def _shown(delta: Delta, facts: SpeechFacts, tokenizer: Tokenizer, gathered: Sequence[Delta]) -> str:
-    """What a delta adds to the window's text. Characters of which a part is missing wait for the rest."""
+    """The text that a delta adds to the window. Incomplete characters are held back."""
     ids = [int(token) for each in gathered for token in unpack_ids(each.tokens) if token < facts.end]
     new = sum(1 for token in unpack_ids(delta.tokens) if token < facts.end)
     before = tokenizer.decode(ids[: len(ids) - new]).removesuffix("\ufffd") if new < len(ids) else ""
@@ -208,7 +209,7 @@ def _shown(delta: Delta, facts: SpeechFacts, tokenizer: Tokenizer, gathered: Seq
 
 
 def _tail(before: tuple[int, ...], segments: Sequence[SpeechSegment], facts: SpeechFacts) -> tuple[int, ...]:
-    """The last of all that was said, with its timestamps."""
+    """The last tokens of the transcript so far, with timestamps."""
     said = [token for each in segments for token in each.tokens]
     return (*before, *said)[-facts.context :]
 

@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """What the answer of one request looks like."""
+    """The format of one request's answer."""
 
     chat: ChatForm
     max_tokens: int
@@ -158,7 +158,7 @@ def error_event(error: BaseException, path: str) -> bytes:
 
 
 def stop_reason(end: End, max_tokens: int, *, called_tools: bool) -> tuple[str, str | None]:
-    """Anthropic's word for how a message ended, and the stop sequence that did it."""
+    """Anthropic's stop reason of a message, and the stop sequence, if any."""
     if end.reason == "length":
         return ("max_tokens" if end.completion_tokens >= max_tokens else "model_context_window_exceeded"), None
     if isinstance(end.matched, str):
@@ -167,7 +167,7 @@ def stop_reason(end: End, max_tokens: int, *, called_tools: bool) -> tuple[str, 
 
 
 def usage(end: End, *, report_cache: bool) -> Json:
-    """Tokens of an answer; Anthropic counts what came from the cache apart."""
+    """Usage of an answer; Anthropic counts cached tokens separately."""
     return _usage(end.prompt_tokens, end.cached_tokens if report_cache else 0, end.completion_tokens)
 
 
@@ -190,7 +190,7 @@ def _head(form: MessageForm) -> Json:
 
 
 def as_object(arguments: str) -> Json:
-    """A call's arguments. What the model wrote may be no JSON object; then it is shown under one key, not lost."""
+    """A call's arguments. If the model did not write a JSON object, its text is returned under one key."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""/v1/messages/batches: Anthropic's batches, worked off like those of /v1/batches and kept in the same directory."""
+"""/v1/messages/batches: Anthropic's batches, processed like those of /v1/batches and kept in the same directory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def retrieve(service: Service) -> Handler:
 
 
 def cancel(service: Service) -> Handler:
-    """POST /v1/messages/batches/{id}/cancel: what is done stays done."""
+    """POST /v1/messages/batches/{id}/cancel: finished requests keep their results."""
 
     async def handle(request: Request) -> Response:
         _, batches = stores_of(service)

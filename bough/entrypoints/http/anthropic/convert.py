@@ -1,4 +1,4 @@
-"""Anthropic's body as a chat request: blocks become messages, tools and choices change their names."""
+"""Translates Anthropic's body to a chat request: content blocks become messages, tools and tool choices are renamed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 
 
 def chat_request(asked: CountTokensRequest) -> ChatRequest:
-    """The same request in OpenAI's words. Raises `InvalidRequest` naming the first block, tool or option that is wrong."""
+    """The same request in OpenAI's format. Raises `InvalidRequest` naming the first invalid block, tool or option."""
     for name, why in (("mcp_servers", "this server calls no tools"), ("container", "this server runs no code")):
         if getattr(asked, name) is not None:
             raise InvalidRequest(what=f"{name} is not supported", why=why, fix="leave it out", param=name)
@@ -59,7 +59,7 @@ def chat_request(asked: CountTokensRequest) -> ChatRequest:
 
 
 def _is_prefill(last: Json) -> bool:
-    """An answer whose beginning is given: the model goes on with it."""
+    """Prefill of the answer: the model continues the given beginning."""
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
@@ -88,7 +88,7 @@ def _messages(asked: CountTokensRequest) -> list[Json]:
 
 
 def _joined(messages: Sequence[Json]) -> list[Json]:
-    """Consecutive turns of one speaker as one: Anthropic allows them, templates often do not."""
+    """Merges consecutive messages of one role: Anthropic allows them, chat templates often do not."""
     made: list[Json] = []
     for message in messages:
         plain = set(message) == {"role", "content"} and message["role"] in ("user", "assistant", "system")
@@ -133,7 +133,7 @@ def _text(block: Json, where: str) -> str:
 
 
 def _user(content: object, where: str) -> list[Json]:
-    """A user's turn: results of tools first, as Anthropic demands, then what the user says."""
+    """A user message: tool results first, as Anthropic requires, then the user's content."""
     made: list[Json] = []
     parts: list[Json] = []
     for at, block in enumerate(_blocks(content, f"{where}.content")):
@@ -172,7 +172,8 @@ def _image(block: Json, where: str) -> Json:
 
 
 def _tool_result(block: Json, where: str) -> tuple[Json, list[Json]]:
-    """The result as text, and its images, which the user's turn shows: few templates take them from a tool."""
+    """The tool result as text, and its images, which are moved to the user message, because few templates accept images
+    from a tool."""
     call = block.get("tool_use_id")
     if not isinstance(call, str):
         raise bad_field(f"{where}.tool_use_id is missing", "a result names its call", f"{where}.tool_use_id")
@@ -198,7 +199,7 @@ def _assistant(content: object, where: str) -> Json:
                     raise bad_field(f"{place}.thinking is no text", "it must be a string", f"{place}.thinking")
                 thoughts.append(block["thinking"])
             case "redacted_thinking":
-                pass  # only its maker can read it
+                pass  # only its producer can read it
             case _:
                 texts.append(_text(block, place))
     made: Json = {"role": "assistant", "content": "".join(texts) or None}
@@ -258,7 +259,7 @@ def _tools(tools: Sequence[Json]) -> list[Tool]:
 
 
 def _tool_choice(choice: Json | None) -> tuple[Choice | None, bool | None]:
-    """`tool_choice` and `parallel_tool_calls` in OpenAI's words."""
+    """`tool_choice` and `parallel_tool_calls` in OpenAI's format."""
     if choice is None:
         return None, None
     parallel = False if choice.get("disable_parallel_tool_use") is True else None
@@ -280,7 +281,7 @@ def _tool_choice(choice: Json | None) -> tuple[Choice | None, bool | None]:
 
 
 def _thinking(thinking: Json | None) -> tuple[bool, int | None]:
-    """Whether the model is to think, and for how many tokens at most. Not asked means no, as with Anthropic."""
+    """Whether reasoning is enabled, and its token budget. Without the field it is disabled, as with Anthropic."""
     if thinking is None:
         return False, None
     match thinking.get("type"):

@@ -1,4 +1,4 @@
-"""Ollama's API, by way of the chat route's request.
+"""Ollama's API, translated to the chat route's request.
 
-in: bodies of /api/... out: JSON objects, one or one a line. never: pulling, making or deleting models.
+in: bodies of /api/... out: JSON objects, one or one a line. never: pulling, creating or deleting models.
 """

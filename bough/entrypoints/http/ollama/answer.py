@@ -134,7 +134,7 @@ class OllamaAnswer:
 
 
 def loaded(kind: Kind, model: str, reason: str) -> Json:
-    """The answer to a request that asks for nothing: Ollama loads (or unloads) the model then."""
+    """The answer to a request without a prompt, with which Ollama loads (or unloads) the model."""
     empty: Json = {"message": {"role": "assistant", "content": ""}} if kind == "chat" else {"response": ""}
     return {"model": model, "created_at": now(), **empty, "done": True, "done_reason": reason}
 

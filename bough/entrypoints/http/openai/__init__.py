@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat completions, completions and models.
+"""OpenAI's API: chat completions, completions and models.
 
 in: request bodies as OpenAI (and SGLang's extensions) spell them. out: their response bodies and chunks. never: sockets.
 """

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: multipart uploads, in OpenAI's words."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations: multipart uploads, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FORMATS: Final = ("json", "text", "srt", "verbose_json", "vtt")
 _MOST_FIELDS = 32
 _FIELD_BYTES = 64 * 1024
 _FORM_BYTES = 1024 * 1024
-"""What a form may have beside its file."""
+"""Maximum bytes of a form in addition to its file."""
 _MOST_TEMPERATURES = 16
 _KNOWN = frozenset({
     "file", "model", "language", "prompt", "response_format", "temperature", "timestamp_granularities[]",
@@ -82,7 +82,7 @@ def speech_to_text(task: str, service: Service) -> Handler:
 
 
 def rendered(transcript: SpeechTranscript, form: str) -> Response:
-    """A transcript in the form that was asked for."""
+    """A transcript in the requested format."""
     segments = [each.segment for each in transcript.segments]
     match form:
         case "text":
@@ -97,7 +97,7 @@ def rendered(transcript: SpeechTranscript, form: str) -> Response:
 
 
 class _Job:
-    """One sound of one client."""
+    """One audio file of one client."""
 
     def __init__(
         self, service: Service, media: Media, form: SpeechForm, samples: npt.NDArray[np.float32], like: Request
@@ -132,7 +132,7 @@ class _Job:
         yield DONE
 
     async def _by_whisper(self) -> AsyncGenerator[str, None]:
-        """The text of windows as they come; segments are gathered."""
+        """The text of windows as they are done; segments are collected."""
         served = self._service.served
         facts, tokenizer, form = served.speech, served.tokenizer, self._form
         assert facts is not None
@@ -157,7 +157,7 @@ class _Job:
                     yield "".join(each.segment.text for each in news.segments)
 
     async def _by_chat(self) -> AsyncGenerator[str, None]:
-        """A model that chats is asked to write down what it hears, piece by piece."""
+        """Lets a chat model transcribe the audio, piece by piece."""
         rules, form = self._rules, self._form
         for piece in quiet_pieces(self._samples, rules.rate, rules.piece_s or rules.seconds):
             media = (MediaInput(kind="audio", source=wav_bytes(piece, rules.rate), param="file"),)
@@ -173,12 +173,12 @@ class _Job:
 
     @property
     def _marks_speech(self) -> bool:
-        """Whether the model writes the language, and a mark, before what was said (Qwen3-ASR)."""
+        """Whether the model writes the language and a marker before the transcript (Qwen3-ASR)."""
         tokenizer = self._service.served.tokenizer
         return self._form.task == "transcribe" and tokenizer is not None and tokenizer.id_of(_SAID) is not None
 
     def _asked(self) -> Request:
-        """The request for a piece, all but its sound."""
+        """The request for a piece, without its audio."""
         served, form = self._service.served, self._form
         chat: dict[str, Any] = {"temperature": form.temperatures[0], "stream": form.stream}
         tokenizer = served.tokenizer
@@ -200,17 +200,17 @@ _TRANSCRIBE: Final = "[TRANSCRIBE]"
 
 
 def _transcription_prompt(language: str, marker: str) -> str:
-    """Voxtral's, with the language if it is known. `marker`: stands for the sound."""
+    """Voxtral's prompt, with the language if it is known. `marker`: placeholder of the audio."""
     spoken = f"lang:{language.lower()}" if language else ""
     return f"<s>[INST][BEGIN_AUDIO]{marker}[/INST]{spoken}{_TRANSCRIBE}"
 
 
 _SAID: Final = "<asr_text>"
-"""Qwen3-ASR's mark: the language stands before it, what was said behind it."""
+"""Qwen3-ASR's marker: the language is before it, the transcript after it."""
 
 
 def _asr_messages(form: SpeechForm) -> list[dict[str, Any]]:
-    """Qwen3-ASR's: a context, the sound, and the beginning of the answer if its language is known."""
+    """Qwen3-ASR's prompt: a context, the audio, and the beginning of the answer if its language is known."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": [_SOUND]}]
     if form.prompt.strip():
         messages.insert(0, {"role": "system", "content": form.prompt.strip()})
@@ -221,7 +221,7 @@ def _asr_messages(form: SpeechForm) -> list[dict[str, Any]]:
 
 
 _SOUND: Final = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,"}}
-"""Stands for the sound, which is put in when the prompt is there."""
+"""Placeholder of the audio, replaced when the prompt is complete."""
 
 
 def _instruction(form: SpeechForm) -> str:
@@ -244,7 +244,7 @@ def _check_translates(facts: SpeechFacts) -> None:
 
 
 def _hearing(service: Service) -> Media:
-    """What prepares sounds. Raises `InvalidRequest` where the model takes none."""
+    """The preparation of audio. Raises `InvalidRequest` if the model takes none."""
     media = service.engine_client.media
     if media is None or "audio" not in media.kinds:
         raise InvalidRequest(

@@ -77,8 +77,9 @@ def chat_completions(service: Service) -> Handler:
 
 
 def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> tuple[Request, RequestTools]:
-    """The body as a request, its prompt rendered by the model's template, and the tools it offers. `raw`: its ids are no
-    chat, and only what they say opens a reasoning section. Raises `InvalidRequest`."""
+    """The body as a request with its prompt rendered by the model's template, and its tools. `raw`: the prompt is given
+    as token ids and not as a chat, so only its text decides whether a reasoning section is open. Raises
+    `InvalidRequest`."""
     served = service.served
     refuse_unserved_chat(asked)
     check_sizes(asked)
@@ -129,7 +130,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
 
 
 def _continued(asked: ChatRequest) -> str:
-    """The beginning of the answer, where the client wrote one."""
+    """The beginning of the answer, if the client gave one."""
     last = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
     parts = last if isinstance(last, list) else [last]
     texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
@@ -169,7 +170,7 @@ class Rendered(NamedTuple):
 
 
 def render(asked: ChatRequest, served: ServedModel, offered: RequestTools) -> Rendered:
-    """The prompt that the model's template makes of the messages."""
+    """The prompt that the model's template renders from the messages."""
     template = template_of(served)
     options = processor_options(asked.mm_processor_kwargs)
     messages, media = check_messages(asked.messages, served.facts.get("media") or (), options)
@@ -276,7 +277,7 @@ def make_form(
     always_usage: bool = False,
     legacy: bool = False,
 ) -> ChatForm:
-    """How the answers are to look. `always_usage`: streams report usage whether or not the client asks for it. `legacy`:
+    """The format of the answers. `always_usage`: streams report usage even if the client does not ask for it. `legacy`:
     calls are sent as `function_call`."""
     options = asked.stream_options
     return ChatForm(

@@ -38,13 +38,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatForm(Struct, frozen=True, kw_only=True):
-    """What the answers of one request look like."""
+    """The format of one request's answers."""
 
     id: str
     model: str
     num_choices: int = 1
     parsed: bool = False
-    """Text comes as parsers' events."""
+    """Text arrives as parser events."""
     at_most_one_call: bool = False
     logprobs: bool = False
     known: BytesOf = field(default_factory=lambda: bytes_of(None))
@@ -61,7 +61,7 @@ class ChatForm(Struct, frozen=True, kw_only=True):
 
 
 def events_of(delta: Delta, form: ChatForm) -> list[ParsedEvent]:
-    """What a delta says: its events, or its text as content. Calls beyond the first are left out where only one may be."""
+    """The events of a delta, or its text as content. Calls after the first are dropped if only one is allowed."""
     if not form.parsed:
         return [Content(delta.text)] if delta.text else []
     if not form.at_most_one_call:
@@ -161,7 +161,7 @@ def thoughts(text: str) -> Json:
 
 
 _NO_THOUGHTS = thoughts("")
-"""In every message and chunk without any, so that clients may read the fields without asking whether they are there."""
+"""Present in every message and chunk without reasoning, so that clients can read the fields unconditionally."""
 
 
 def meta_info(end: End) -> Json:

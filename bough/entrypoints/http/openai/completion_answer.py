@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CompletionForm(Struct, frozen=True, kw_only=True):
-    """What the answers of one request look like."""
+    """The format of one request's answers."""
 
     id: str
     model: str
@@ -38,7 +38,7 @@ class CompletionForm(Struct, frozen=True, kw_only=True):
     n: int = 1
     """Completions returned for each prompt."""
     best_of: int = 1
-    """Completions computed for each prompt, of which the `n` likeliest are returned, the likeliest first."""
+    """Completions computed per prompt, of which the `n` most likely are returned, the most likely first."""
     echo: tuple[str, ...] | None = None
     """The prompts' texts, to stand before their completions."""
     top_logprobs: int | None = None

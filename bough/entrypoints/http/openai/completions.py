@@ -79,7 +79,7 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
 
 
 def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
-    """The body as requests, one a prompt. Raises `InvalidRequest`."""
+    """The body as requests, one per prompt. Raises `InvalidRequest`."""
     check_sizes(asked)
     _refuse_tools(asked)
     n = asked.n or 1
@@ -129,7 +129,7 @@ def _refuse_tools(asked: CompletionRequest) -> None:
 
 
 def _filled(prompt: str | list[int], asked: CompletionRequest, service: Service) -> str:
-    """A prompt that asks for what stands between it and the suffix."""
+    """A prompt for the text between the prefix and the suffix."""
     if asked.echo or not isinstance(prompt, str):
         raise InvalidRequest(
             what="suffix goes with neither echo nor token ids",
@@ -173,7 +173,7 @@ def _logprobs(asked: CompletionRequest, *, scored: bool) -> LogprobSpec | None:
 
 
 def make_form(asked: CompletionRequest, requests: list[Request], service: Service, model: str) -> CompletionForm:
-    """How the answers are to look."""
+    """The format of the answers."""
     options = asked.stream_options
     return CompletionForm(
         id=f"cmpl-{random_name()}",

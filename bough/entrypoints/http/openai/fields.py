@@ -1,5 +1,5 @@
-"""Fields that chats, plain completions and other vendors' words for them have in common: names, sizes, what this server
-does not do, and how a wrong one is reported."""
+"""Fields shared by chats, plain completions and the APIs of other vendors: names, sizes, unsupported features, and
+errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.entrypoints.served_model import ServedModel
 
 
 def bad_field(what: str, why: str, param: str) -> InvalidRequest:
-    """The error for a field that is there to be sent right."""
+    """The error for an invalid field."""
     return InvalidRequest(what=what, why=why, fix=f"send a valid {param}", param=param)
 
 
@@ -25,7 +25,7 @@ def bad_role(where: str, role: object, why: str) -> InvalidRequest:
 
 
 def served_name(served: ServedModel, model: str | None) -> str:
-    """The name to answer with: the one the client used, if it is one of ours. Raises `ModelNotFound`."""
+    """The model name for the answer: the client's, if it is one of the served names. Raises `ModelNotFound`."""
     if model is None or model == "" or model == served.name:
         return served.name
     if (
@@ -53,7 +53,7 @@ def check_sizes(asked: Common) -> None:
 
 
 def refuse_unserved_chat(asked: ChatRequest) -> None:
-    """Raises `InvalidRequest` for what a chat asks for but does not exist here, instead of ignoring it."""
+    """Raises `InvalidRequest` for unsupported chat features, instead of ignoring them."""
     _refuse(asked.audio, "audio", "the served model gives text only", "leave it out")
     _refuse(asked.web_search_options, "web_search_options", "this server does not search", "leave it out")
     _refuse(asked.chat_template, "chat_template", "templates from requests are not run", "start with --chat-template")

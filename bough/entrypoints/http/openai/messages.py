@@ -18,7 +18,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class Checked(NamedTuple):
-    """Messages fit for a template, and the media that their parts name, in order."""
+    """Messages in the form that templates expect, and their media in order."""
 
     messages: list[Json]
     media: tuple[MediaInput, ...]
@@ -123,7 +123,7 @@ class _Checker:
         return {"type": "text", "text": text}
 
     def _media_part(self, part: Json, where: str) -> Json:
-        """What templates know it by. The medium is noted."""
+        """The part as templates expect it. Records the medium."""
         kind = PARTS[part["type"]][0]
         if kind not in self._kinds:
             takes = " and ".join(["text", *sorted(self._kinds)]) if self._kinds else "text only"
@@ -139,7 +139,7 @@ class _Checker:
 
 
 def _call_id(name: object) -> str:
-    """Stands for the id that calls and results of the older kind lack: they name their function instead."""
+    """Placeholder for the id that older calls and results lack: they name their function instead."""
     return f"call_{str(name)[:100]}"
 
 

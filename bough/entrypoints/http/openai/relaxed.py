@@ -61,7 +61,7 @@ def _with(function: Any, schema: Json) -> Any:
 
 
 def _relaxed_value(value: str | Json | None, field: str) -> tuple[Any, list[str]]:
-    """A schema as an object or as text; what is none stays for the checks that come later."""
+    """A schema as an object or as text; invalid ones are left to later checks."""
     schema: Any = value
     if isinstance(value, str):
         try:

@@ -1,4 +1,5 @@
-"""OpenAI's sampling fields in native words. Only what was given is passed on, so that the model's own defaults apply."""
+"""OpenAI's sampling fields as native parameters. Only given fields are passed on, so that the model's own defaults
+apply."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _ORIGINS = (
     "structural_tag", "json_schema", "structured_outputs", "guided_json", "guided_choice", "guided_regex",
     "guided_grammar", "regex", "ebnf",
 )  # fmt: skip
-"""Fields of constraints: where several say the same, an error names the first of them, or `response_format`."""
+"""Fields of constraints: if several have the same value, an error names the first of them, or `response_format`."""
 
 
 def native_sampling(body: Common, max_new_tokens: int | None) -> GivenSampling:
@@ -122,7 +123,7 @@ def _asked(body: Common) -> Iterator[tuple[str, Constraint, Source]]:
 
 
 def constraint(response_format: dict[str, Any]) -> dict[Constraint, str]:
-    """What `response_format` asks for, as a native constraint; empty for plain text."""
+    """`response_format` as a native constraint; empty for plain text."""
     match response_format.get("type"):
         case "text":
             return {}

@@ -1,4 +1,4 @@
-"""Pieces that OpenAI's response bodies are made of: usage, log-probabilities, finish reasons."""
+"""Parts of OpenAI's response bodies: usage, log-probabilities, finish reasons."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_usage(parts: Sequence[Json]) -> Json:
 
 
 def finish_reason(end: End, *, called_tools: bool = False, legacy: bool = False) -> str:
-    """OpenAI's word for how a completion ended."""
+    """OpenAI's finish reason of a completion."""
     if end.reason == "stop" and called_tools:
         return "function_call" if legacy else "tool_calls"
     return end.reason
@@ -138,7 +138,7 @@ def join_scores(parts: Sequence[TokenLogprobs]) -> TokenLogprobs | None:
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 is in the midst of a character."""
+    """Whether a byte of UTF-8 is a continuation byte."""
     return byte & 0xC0 == 0x80
 
 

@@ -17,7 +17,7 @@ from bough.parsers import ToolCallFormat, ToolSpec, call_format
 Json = dict[str, Any]
 
 FALLBACK_PARSER = "hermes"
-"""The format asked of models whose own is unknown, or can't be written by a grammar."""
+"""Format for models whose own is unknown, or can't be enforced by a grammar."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -36,7 +36,7 @@ class RequestTools:
     """The answer consists of calls only."""
     at_most_one: bool = False
     ignored: tuple[str, ...] = ()
-    """What is not enforced: fields that a forced call leaves no place for, parts of schemas."""
+    """What is not enforced: fields that do not apply to a forced call, parts of schemas."""
 
     @property
     def source(self) -> str:
@@ -66,7 +66,7 @@ def adopt_functions(body: ChatRequest) -> None:
 
 
 def offer(body: ChatRequest, parser: str | None) -> RequestTools:
-    """What the body's `tools` and `tool_choice` come to. `parser`: the format of the served model, if known."""
+    """Evaluates the body's `tools` and `tool_choice`. `parser`: the format of the served model, if known."""
     tools = body.tools or []
     bounds.count("tools", tools, "tools")
     given = body.tool_choice
@@ -241,7 +241,7 @@ def _constrained_tag(parser: str, tools: Sequence[Tool], *, only_one: bool) -> s
 
 
 def _constrained_list(form: ToolCallFormat, *, only_one: bool) -> str:
-    """As above, where nothing but the first call tells a list of calls from free text."""
+    """As above, for formats in which only the first call distinguishes a list of calls from free text."""
     further = [{**tag, "begin": form.separator + tag["begin"]} for tag in _tags(form)]
     more = {"type": "tags_with_separator", "tags": further, "separator": "", "at_least_one": False}
     tags, triggers = [], []

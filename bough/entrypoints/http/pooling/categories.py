@@ -50,15 +50,15 @@ _HARMLESS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Categories:
-    """For each label its categories; labels without any count for nothing."""
+    """The categories of each label; labels without categories are ignored."""
 
     by_label: tuple[tuple[str, ...], ...]
     threshold: float
 
     @classmethod
     def of(cls, setting: str, labels: Sequence[str]) -> Categories:
-        """From `--moderation-categories`. Labels that it leaves out go by their names: known ones to their category,
-        harmless ones to none, others to a category of their own name. Raises `ConfigError`."""
+        """From `--moderation-categories`. Other labels are mapped by name: known ones to their category, harmless ones
+        to none, others to a category of the same name. Raises `ConfigError`."""
         given = _read(setting) if setting else {}
         inner = given.get("labels")
         stated: Mapping[str, Any] = inner if isinstance(inner, Mapping) else given

@@ -1,4 +1,4 @@
-"""What the pooling routes share: the pooler behind them, and how bodies become inputs and options."""
+"""Shared code of the pooling routes: the pooler, and conversion of bodies to inputs and options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bough.entrypoints.served_model import ServedModel
 def options_of(
     asked: PoolingBody, request: Request, *, prompt_name: str | None = None, add_special_tokens: bool | None = None
 ) -> PoolOptions:
-    """What a body says about how its texts are taken."""
+    """The input options of a body."""
     if asked.rid is not None:
         bounds.at_most("rid_chars", len(asked.rid), "rid")
     truncate = asked.truncate_prompt_tokens
@@ -97,7 +97,8 @@ def _chat(
     pooling: PoolingFacts,
     options: Mapping[str, Any],
 ) -> Input:
-    """Messages as one input: as the model's chat template writes them, or without one, their texts one below the other."""
+    """Messages as one input: rendered by the model's chat template or, without one, their texts joined by line
+    breaks."""
     messages, media = check_messages(given, pooling.media, options)
     template = None if served.tokenizer is None or pooling.apart else served.tokenizer.chat_template
     if template is None:
@@ -146,7 +147,7 @@ def _mixed_input(given: MixedInput, where: str, kinds: Collection[str], options:
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is text in checked messages, in order."""
+    """The texts of checked messages, in order."""
     found = []
     for message in messages:
         content = message["content"]

@@ -1,4 +1,5 @@
-"""Bodies of the pooling routes. Fields beyond those of the dialect are extensions that all of these routes take."""
+"""Bodies of the pooling routes. Fields that are not part of the original API are extensions that all of these routes
+accept."""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ class MixedInput(Struct, kw_only=True):
 
 
 class PoolingBody(Struct, kw_only=True):
-    """What every pooling route takes."""
+    """Fields of every pooling route."""
 
     model: str | None = None
     user: str | None = None
     rid: str | None = None
     priority: int | PriorityWord | None = None
     truncate_prompt_tokens: int | None = None
-    """Cut inputs to this many tokens; -1: to what fits."""
+    """Truncate inputs to this many tokens; -1: to the context."""
     truncate: bool | None = None
-    """Cut inputs to what fits."""
+    """Truncate inputs to the context."""
 
 
 class EmbeddingsRequest(PoolingBody, kw_only=True):
@@ -71,7 +72,7 @@ class EncodeRequest(PoolingBody, kw_only=True):
     dimensions: int | None = None
     prompt_name: str | None = None
     sampling_params: dict[str, Any] | None = None
-    """Nothing is sampled: it may be sent, and means nothing."""
+    """Accepted without effect, because nothing is sampled."""
 
 
 class RerankRequest(PoolingBody, kw_only=True):
@@ -96,7 +97,7 @@ class ScoreRequest(PoolingBody, kw_only=True):
     apply_softmax: bool | None = None
     item_first: bool | None = None
     multi_item_scoring_delimiter: int | None = None
-    """A token id between the query and each item, which are tokenised apart then."""
+    """A token id between the query and each item, which are then tokenised separately."""
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
     instruct: str | None = None

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, by way of the chat route's request.
+"""OpenAI's Responses API, translated to the chat route's request.
 
-in: bodies of /v1/responses. out: responses and their events, kept for a while. never: tools of its own.
+in: bodies of /v1/responses. out: responses and their events, kept for a while. never: tools that the server runs.
 """

@@ -1,4 +1,4 @@
-"""Deltas of a chat request as a response that grows, and as the events that tell of its growth.
+"""Deltas of a chat request as a growing response, and as the events about it.
 
 Items follow one another: each is added, filled and done before the next. `Growing.response` is the response so far.
 """
@@ -65,7 +65,7 @@ def new_response(asked: ResponsesRequest, model: str, name: str = "") -> Json:
 
 
 class Growing:
-    """Builds one response. Every method returns the events that tell of what it did."""
+    """Builds one response. Every method returns the events about its change."""
 
     def __init__(self, response: Json, form: ChatForm, offered: OfferedTools) -> None:
         self.response = response
@@ -94,7 +94,7 @@ class Growing:
         return [self._event("response.in_progress", response=self._snapshot())]
 
     def add(self, delta: Delta) -> list[Json]:
-        """What a delta says. Raises the error that the answer ended with."""
+        """Adds a delta. Raises the error that the answer ended with."""
         raise_if_failed(delta.end)
         scores = (
             chat_logprob_items(delta.logprobs, self._form.known)
@@ -220,7 +220,7 @@ class Growing:
         return self._here(kind, delta=text, **fields)
 
     def _here(self, kind: str, **fields: Any) -> Json:
-        """An event about the open item."""
+        """An event about the item in progress."""
         assert self._open is not None
         return self._event(kind, item_id=self._open["id"], output_index=self._at, **fields)
 

@@ -26,7 +26,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 
 def chat_request(asked: ResponsesRequest, items: Sequence[Json], offered: OfferedTools) -> ChatRequest:
-    """The request in the chat route's words. `items`: the whole conversation. Raises `InvalidRequest`."""
+    """The request in the chat route's format. `items`: the whole conversation. Raises `InvalidRequest`."""
     _refuse(asked)
     messages = messages_of(items, offered)
     if asked.instructions:
@@ -126,7 +126,7 @@ def _only_text(parts: Sequence[Json], where: str) -> str:
 
 
 def _parts(content: object, where: str) -> list[Json]:
-    """The content of a message as parts in the chat route's words."""
+    """The content of a message as parts of the chat route."""
     if isinstance(content, str):
         return [text_part(content)]
     if not isinstance(content, list):
@@ -170,7 +170,7 @@ def _media(part: Json, where: str) -> Json:
 
 
 def _file(part: Json, where: str) -> Json:
-    """By its media type, as its data: URL or its name says."""
+    """The part of a file, by the media type of its data: URL or its name."""
     url = str(part.get("file_data") or part.get("file_url"))
     head = url[5:100].partition(";")[0].partition(",")[0] if url.startswith("data:") else None
     kind = head or mimetypes.guess_type(str(part.get("filename") or url)[:300])[0] or ""
@@ -204,7 +204,7 @@ def _call(item: Json, where: str, offered: OfferedTools) -> Json:
 
 
 def _call_output(item: Json, where: str) -> list[Json]:
-    """The output as text, and its media as a user's turn: few templates take them from a tool."""
+    """The output as text, and its media as a user message, because few templates accept media from a tool."""
     call = item.get("call_id")
     if not isinstance(call, str):
         raise bad_field(f"{where}.call_id is missing", "an output names its call", f"{where}.call_id")

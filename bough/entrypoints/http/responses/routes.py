@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a response afterwards."""
+"""POST /v1/responses, and the routes for existing responses."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 _MOST_LISTED = 100
 _MOST_ASKED = 256
-"""Items that other workers are asked for on behalf of one request."""
+"""Maximum number of items that are fetched from other workers for one request."""
 
 
 def store_of(service: Service) -> ResponseStore:
-    """The worker's store, made when it is first asked for."""
+    """The worker's store, created on first use."""
     if service.responses is None:
         server = service.config.server
         size = -(-server.response_store_size // max(1, server.api_workers))

@@ -18,9 +18,9 @@ async def num_tokens(chat: ChatRequest, service: Service) -> int:
 
 
 async def shorten(chat: ChatRequest, service: Service) -> tuple[str, ...]:
-    """Takes the fewest oldest turns out of `chat.messages` so that an answer fits. A turn begins with a user's message, so
-    that calls keep their outputs; system messages stay. Returns what the header says about it; empty: nothing was taken
-    out. A last turn that is too long alone is left to the usual error."""
+    """Removes as few of the oldest turns from `chat.messages` as needed for an answer to fit. A turn begins with a
+    user's message, so that calls keep their outputs; system messages stay. Returns what the header says about it;
+    empty: nothing was taken out. A last turn that is too long alone is left to the usual error."""
     room = service.served.context_length - max(1, chat.max_completion_tokens or _LEAST_ROOM)
     messages = chat.messages
     if await num_tokens(chat, service) <= room:

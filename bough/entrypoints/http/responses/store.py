@@ -1,4 +1,4 @@
-"""Responses kept in memory: for continuing, for asking again, and while they run in the background.
+"""Responses kept in memory: for continuation, for retrieval, and while they run in the background.
 
 Bounded by number and by bytes; the least recently used goes first, those that still run stay. What a conversation's
 responses have in common is held once.
@@ -101,7 +101,7 @@ class ResponseStore:
         return self._max > 0
 
     def need(self, param: str) -> None:
-        """Raises `InvalidRequest` where nothing is kept."""
+        """Raises `InvalidRequest` if responses are not stored."""
         if not self.enabled:
             raise InvalidRequest(
                 what=f"{param} needs stored responses, and this server stores none",

@@ -1,4 +1,4 @@
-"""Leads browsers that open the server's bare address to the playground. Programs get what they always did."""
+"""Redirects browsers from `/` to the playground. Other clients are not affected."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Landing:
 
 
 def _browses(scope: Scope) -> bool:
-    """Whether a page is asked for by name, as browsers do; programs accept anything or JSON."""
+    """Whether the client asks for HTML explicitly, as browsers do; other programs accept anything or JSON."""
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])

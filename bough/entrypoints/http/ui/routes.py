@@ -38,7 +38,8 @@ _TYPES = {
     ".woff2": "font/woff2",
 }
 _FRESH_S = 0.2
-"""Watchers within this time get the same picture: the engine draws at most five a second, however many watch."""
+"""Seconds for which a state is reused: the engine computes at most five per second, regardless of the number of
+viewers."""
 _SPAN_TOKENS = 48
 """Tokens of a span whose text the page shows: a few lines."""
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-]{1,253}(:[0-9]{1,5})?|https?://\[[0-9a-f:.]{2,45}\](:[0-9]{1,5})?")
@@ -66,7 +67,8 @@ def files() -> dict[str, File]:
 
 
 def security_headers(other_api: str = "") -> dict[str, str]:
-    """What the page may do: run and load its own files, call this server and, if it was opened for one, one other."""
+    """The content security policy: the page may run and load its own files, and call this server and, if it was opened
+    for one, one other."""
     connect = "'self'" if not other_api else f"'self' {other_api}"
     return {
         "content-security-policy": (
@@ -81,7 +83,7 @@ def security_headers(other_api: str = "") -> dict[str, str]:
 
 
 def origin_of(url: str) -> str:
-    """scheme://host[:port] of an API's address, or nothing if it is not plainly one."""
+    """scheme://host[:port] of an API's address; empty if the address is invalid."""
     try:
         parts = urlsplit(url.strip())
         origin = f"{parts.scheme}://{parts.netloc}".lower()
@@ -121,7 +123,8 @@ def reference(service: Service) -> Handler:
 def state(service: Service) -> Handler:
     """GET /ui/state: the engine's numbers, the spans of the tree, and the requests that are in it.
 
-    Prompts may be anybody's: who has no admin key sees the spans' sizes and no text, unless the server has no keys at all.
+    Prompts may belong to other clients: without the admin key, only sizes of spans are returned, no text, unless the
+    server has no keys at all.
     """
     drawn: tuple[float, dict[str, Any]] = (0.0, {})
     tokenizer = service.served.tokenizer
