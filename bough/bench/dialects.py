@@ -18,7 +18,7 @@ ALIASES = {
     "openai": "openai", "sglang-oai": "openai", "vllm": "openai", "openai-completions": "openai",
     "openai-chat": "openai-chat", "sglang-oai-chat": "openai-chat", "vllm-chat": "openai-chat",
 }  # fmt: skip
-"""Names people know from other benchmarks, and the API each means."""
+"""Names from other benchmarks, and the API of each."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _NativeMeta(Struct):
 
 
 class _NativeEvent(Struct):
-    """Only what is looked at: the text and ids so far grow with every event."""
+    """Only the fields that are read: text and ids so far grow with every event."""
 
     meta_info: _NativeMeta = msgspec.field(default_factory=_NativeMeta)
     error: Any = None
@@ -84,8 +84,8 @@ _OPENAI = msgspec.json.Decoder(_OpenAIEvent)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One API. `read` takes an event (or a whole answer) and says how many new tokens it brought: one if any text is new,
-    exactly as many as there are where the API counts them."""
+    """One API. `read` takes an event (or a whole answer) and returns the number of new tokens: exact if the API counts
+    them, otherwise one if there is new text."""
 
     name: str
     model: str = ""
@@ -167,7 +167,7 @@ def _message(error: Any) -> str:
 
 
 def dialect_name(backend: str) -> str:
-    """The API behind any of the names it goes by. Raises `ConfigError`."""
+    """The API with this name or alias. Raises `ConfigError`."""
     if backend not in ALIASES:
         raise ConfigError(
             what=f"there is no backend {backend!r}", why=f"there are: {', '.join(ALIASES)}", fix="choose one of them"

@@ -1,5 +1,5 @@
-"""An engine in this process, without servers and messages between processes: a model with dummy weights, the scheduler and
-the loop, turned by the caller. Prompts can be made to be cached without computing them."""
+"""An engine in this process, without servers and messages between processes: a model with dummy weights, the scheduler
+and the loop, which the caller runs. Prompts can be put into the prefix cache without computing them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from bough.scheduler.queues import Queues
 
 
 class _Mailbox:
-    """Gives its messages once, and takes answers, of which it keeps when they came if it is asked to."""
+    """A channel that delivers its messages once, and drops answers, or records their times if asked to."""
 
     closed = False
 
@@ -55,7 +55,7 @@ class _Mailbox:
 
 
 class DirectEngine:
-    """Serves one model of dummy weights, configured as `bough serve` would be with `settings`."""
+    """Serves one model with dummy weights, configured like `bough serve` with `settings`."""
 
     def __init__(
         self, config: dict[str, Any], folder: Path, *, proposer: Proposer | None = None, **settings: Any
@@ -87,7 +87,7 @@ class DirectEngine:
         self.queues = Queues(limits)
         self.queues.drafter = drafter_of(self.config, limits, decided)
         self.features: dict[str, npt.NDArray[Any]] = {}
-        """Of media, by the paths that items name."""
+        """Features of media, by the path of their item."""
         if limits.media is not None:
             self.queues.media = MediaAccount(limits.media, lambda given: self.features[given.path])
         self._mailbox = _Mailbox()
@@ -103,7 +103,7 @@ class DirectEngine:
         )
 
     def fill_kv(self) -> None:
-        """Random numbers in all pages, since attention over zeros takes less power."""
+        """Fills all pages with random numbers, because attention over zeros takes less power."""
         for cache in self.runner.forward.pool.stores:
             if cache.dtype.itemsize > 1:
                 cache.normal_()
@@ -153,13 +153,13 @@ class DirectEngine:
             self._loop.turn()
 
     def finish(self) -> None:
-        """Turns until nothing is left to do."""
+        """Runs the loop until nothing is left to do."""
         while not self.queues.idle or self._mailbox.messages:
             self.turn()
         self.turn()
 
     def warm_up(self) -> None:
-        """Captures and compiles what a server has before its first request."""
+        """Captures and compiles what a server prepares before its first request."""
         warm_up(self.runner, self.config)
 
     def settle_down(self) -> None:
@@ -170,18 +170,19 @@ class DirectEngine:
                     pass
 
     def timed_turns(self, count: int) -> float:
-        """Seconds per turn. Only device work of these turns counts, as long as one step is in flight at both ends."""
+        """Seconds per iteration. Only device work of these iterations counts, as long as one step is in flight at both
+        ends."""
         begin = time.perf_counter()
         for _ in range(count):
             self.turn()
         return (time.perf_counter() - begin) / count
 
     def flush(self) -> None:
-        """Forgets all cached prompts."""
+        """Empties the prefix cache."""
         self.cache.flush()
 
     def drop_all(self) -> None:
-        """Ends all requests, and forgets all cached prompts."""
+        """Ends all requests, and empties the prefix cache."""
         abort_all(self.queues, self.cache, Aborted(what="measured"), now=time.monotonic())
         self.finish()
         self.flush()

@@ -1,4 +1,4 @@
-"""The engine's flags beside a measurement's own: `bough bench latency MODEL --dtype bfloat16 --batch-size 1`."""
+"""The engine's flags beside a benchmark's own: `bough bench latency MODEL --dtype bfloat16 --batch-size 1`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ NOTE = "Every flag of `bough serve` is taken too (--dtype, --mem-fraction-static
 def parse_with_settings(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The measurement's own options, and the engine's settings: a MODEL in the first place and all other flags.
-
-    Raises `ConfigError` for a flag that neither knows.
+    """The benchmark's own options, and the engine's settings: a MODEL as the first argument and all other flags. Raises
+    `ConfigError` for an unknown flag.
     """
     words = list(argv)
     found: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""One very long prompt, and what others notice of it: their time per token beside it against their time without.
+"""The effect of one very long prompt on other requests: their time per token beside it, compared with their time
+without it.
 
     bough bench fairness --check
     bough bench fairness MODEL --prompt-len 60000 --streams 4
@@ -43,7 +44,7 @@ _SHAPE: Json = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
 }  # fmt: skip
 _PATIENCE_S = 30.0
-"""Maximum seconds by which a measurement is extended if a stream received nothing."""
+"""Maximum seconds by which a measurement is extended if a stream received no tokens."""
 _SETTLE_S = 0.5
 """After the streams' first tokens, before anything is counted."""
 _SHORT_EVERY_S = 0.7
@@ -119,12 +120,12 @@ class User:
 
 @dataclass
 class Phase:
-    """What the users got in a span of time."""
+    """Token times of all users in one phase."""
 
     tpot_ms: list[float]
-    """Of each user: the mean time per token."""
+    """Mean time per token of each user."""
     gaps_ms: list[float]
-    """Between any two tokens of a user."""
+    """Gaps between consecutive tokens of a user."""
 
     def summary(self) -> Json:
         return {
@@ -216,7 +217,7 @@ async def _news(engine: Engine, prompt: list[int], tokens: int) -> AsyncIterator
 
 
 async def _follow(engine: Engine, prompt: list[int], tokens: int, user: User) -> None:
-    """Notes when tokens come, until cancelled. Tokens that come together came at that time."""
+    """Records the arrival times of tokens until cancelled. Tokens of one delta have the same time."""
     seen = 0
     async for piece in await _news(engine, prompt, tokens):
         count = int(piece["meta_info"]["completion_tokens"])
@@ -225,7 +226,7 @@ async def _follow(engine: Engine, prompt: list[int], tokens: int, user: User) ->
 
 
 async def _first_token(engine: Engine, prompt: list[int]) -> float:
-    """Seconds until it came."""
+    """Seconds to the first token."""
     began = time.perf_counter()
     async for _ in await _news(engine, prompt, 1):
         break
@@ -272,7 +273,7 @@ def _still_running(tasks: list[asyncio.Task[None]]) -> None:
 
 
 def verdict(facts: Json) -> list[str]:
-    """What is worse than it may be."""
+    """The limits that were exceeded."""
     problems = []
     if facts["tpot_ratio"] > MOST_RATIO:
         problems.append(f"p99 time per token is {facts['tpot_ratio']:.2f} times its idle value, at most {MOST_RATIO:g}")

@@ -42,7 +42,7 @@ TICK_S = 0.004
 CONTEXT = 8192
 MAX_RUNNING = 4096
 _WORDS = (1000, 9000)
-"""Ids that are answered with."""
+"""Ids of generated tokens."""
 _IDLE_S = 0.5
 
 
@@ -67,7 +67,7 @@ class _Answer:
 
 
 class FakeEngine:
-    """The engine's messages, without the engine."""
+    """Handles the engine's messages without an engine."""
 
     def __init__(self, inbox: Inbox[ToEngine], outbox: MessageSink, heartbeat: Heartbeat, tick_s: float) -> None:
         self._inbox = inbox

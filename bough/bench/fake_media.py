@@ -1,4 +1,4 @@
-"""Media in the oracle: rows of a store that hold what items are made of, and positions that follow from what was read.
+"""Media in the oracle: a store of rows with the content of items, and positions that follow from what was read.
 
 An item's features are as many numbers as it has positions, and its "tower" copies them. A token of media is the number in
 the row that its step names, so that a row which was given away too early, or never computed, gives another answer. All
@@ -22,12 +22,12 @@ _GARBAGE = -7
 
 
 def media_tokens(item: int, count: int) -> npt.NDArray[np.int64]:
-    """What an item is made of."""
+    """The tokens of an item."""
     return FIRST_MEDIA * (1 + item) + np.arange(count, dtype=np.int64)
 
 
 def positions_of(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each token stands: text one behind the other, all of an item at one place."""
+    """The position of each token: consecutive for text, equal for all tokens of an item."""
     items = tokens // FIRST_MEDIA
     follows = np.zeros(len(tokens), np.bool_)
     follows[1:] = (items[1:] > 0) & (items[1:] == items[:-1]) & (tokens[1:] == tokens[:-1] + 1)

@@ -1,11 +1,10 @@
 """Runners without a model, for simulations and for measuring the host.
 
 `OracleRunner` is a model whose next token is a hash of the whole prefix *as read through the pages*: a wrong page, a
-page freed too early, a stale table entry or a lost token gives another answer than `lone_output`, which computes the same
-from the prompt alone. Beside each token lies the sum that the hash is made of, up to that token: lines with a window have
-it from the token before, as far as they still have it. It also checks every `Step` against the contract and notes what is
-wrong in `violations`.
-`NullRunner` costs as little as possible.
+page freed too early, a stale table entry or a lost token gives another answer than `lone_output`, which computes the
+same from the prompt alone. Each token is stored with the running sum of the hash up to that token: lines with a window
+continue it from the previous token, as far as that is still there. It also checks every `Step` against its contract and
+records errors in `violations`. `NullRunner` takes as little time as possible.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _powers(count: int) -> U64:
 
 
 def _terms(tokens: npt.NDArray[np.int64], start: int) -> U64:
-    """What each of these tokens, the first of which stands at `start`, adds to the hash."""
+    """The contribution of each of these tokens, the first of which is at `start`, to the hash."""
     with np.errstate(over="ignore"):
         terms: U64 = (tokens + 3).astype(np.uint64) * _powers(start + len(tokens))[start : start + len(tokens)]
     return terms
@@ -625,7 +624,7 @@ class NullLaunched:
 
 
 class NullRunner:
-    """Answers at once with the step's number: for measuring everything but the device."""
+    """Answers at once with the step's number, to measure everything but the device."""
 
     def __init__(self, limits: RunnerLimits) -> None:
         self.limits = limits

@@ -1,4 +1,4 @@
-"""States in the oracle: of each row the sum that its answers are made of, and of how many tokens it is.
+"""Recurrent states in the oracle: per row, the sum from which its answers are computed, and its number of tokens.
 
 A row that goes on from another prefix's state, from a state of another length, or from a place that was given away, reads
 another sum than its pages say.

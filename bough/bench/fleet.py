@@ -3,8 +3,8 @@ take what `config.step_cost` says.
 
     bough simulate benchmarks/models/llama-3.1-70b --gpu h200 --tp-size 4 --dp-size 2 --rate 8
 
-Engines plan one step ahead of the device, as they do on a GPU; of a pipeline, each stage has a step. Replicas of attention
-take their turns together.
+Engines plan one step ahead of the device, as they do on a GPU; of a pipeline, each stage has a step. Replicas of
+attention run their steps together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class Followed:
-    """What became of a request."""
+    """The progress of a request."""
 
     arrival: Arrival
     replica: int
@@ -62,7 +62,7 @@ class _SimulatedStep:
         self._clock = clock
         self.launched_s = clock.now_s
         self.end_s = float("inf")
-        """Known at the end of the turn in which it was launched."""
+        """A step whose result is known at the end of the iteration in which it was launched."""
 
     def sample(self, masks: Mask) -> None:
         raise AssertionError("no request has a grammar")
@@ -75,7 +75,7 @@ class _SimulatedStep:
 
 
 class SimulatedRunner:
-    """Notes what is launched; its group says how long it takes."""
+    """Records launched steps; the group determines how long they take."""
 
     def __init__(self, limits: RunnerLimits, clock: VirtualClock) -> None:
         self.limits = limits
@@ -206,29 +206,29 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetResult:
-    """What a fleet has done. Times are simulated ones."""
+    """Results of a fleet, in simulated time."""
 
     ranks: int
     requests: int
     failed: int
     seconds: float
-    """From the first arrival to the last end."""
+    """Seconds from the first arrival to the last end."""
     output_tokens_s: float
     total_tokens_s: float
     output_tokens_s_per_rank: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
     cached_share: float
-    """Of prompt tokens."""
+    """Share of prompt tokens that were cached."""
     busy_share: float
-    """Of the time of devices; in a pipeline, of a stage's."""
+    """Share of time in which devices were busy; for a pipeline, its stages."""
     mean_step_ms: float
     room_tokens: int
-    """KV tokens of each scheduler."""
+    """KV capacity of each scheduler, in tokens."""
 
 
 class _NoBeat:
-    """Replicas count by themselves what they have been sent."""
+    """A channel that is never full: replicas count what they were sent."""
 
     def read(self) -> Beat:
         return Beat(steps=0, age_s=0.0, state=State.READY, num_running=0, num_waiting=0, pid=0)
@@ -259,7 +259,7 @@ class Fleet:
         self._router = Replicas([_NoWriter()] * count, [_NoBeat()] * count, self.balance)  # type: ignore[list-item]
 
     def run(self, arrivals: Sequence[Arrival]) -> FleetResult:
-        """Until all requests have ended."""
+        """Runs until all requests have ended."""
         done: list[Followed] = []
         waiting = list(reversed(arrivals))
         number = 0

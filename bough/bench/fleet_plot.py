@@ -1,4 +1,4 @@
-"""Curves of a simulation as an SVG file, in plain text: nothing is needed to draw or to read it."""
+"""Curves of a simulation as an SVG file, written without a plotting library."""
 
 from __future__ import annotations
 

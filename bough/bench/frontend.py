@@ -3,10 +3,10 @@ per second.
 
     bough bench frontend --seconds 5
 
-Beside it, in the same run and with the same clients, a bare uvicorn: it echoes a body, or sends as many events as a stream
-has tokens. That tells how much of its rate is left once requests are checked, tokenised, sent through three processes,
-detokenised and rendered. The load generator runs on the same machine; what one request and one token cost the API process
-in CPU time does not depend on that.
+Beside it, in the same run and with the same clients, a bare uvicorn: it echoes a body, or sends as many events as a
+stream has tokens. This shows which share of its rate remains when requests are checked, tokenised, sent through three
+processes, detokenised and rendered. The load generator runs on the same machine; what one request and one token cost
+the API process in CPU time does not depend on that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bough.config.server_args import build_config
 from bough.core.errors import BoughError
 
 FLOORS = {"requests_per_s": 700.0, "streamed_tokens_per_s": 25_000.0, "share_of_echoed_stream": 1 / 3}
-"""What the front end must reach on two cores, beside its load generator."""
+"""Minimum rates of the front end on two cores, beside its load generator."""
 
 T = TypeVar("T")
 _PROMPT = (
@@ -45,7 +45,7 @@ _EVENT = b"data: " + b'{"text": " again"}'.ljust(300) + b"\n\n"
 
 
 def _serve_echo(pipe: Pipe) -> None:
-    """A uvicorn with nothing in it but reading a body and sending it back, or one event a token."""
+    """A bare uvicorn that returns the body it reads, or one event per token."""
     import uvicorn
 
     async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -136,7 +136,7 @@ class ServedFrontend:
 
 
 class Tally:
-    """What came back."""
+    """Counts of responses."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -234,7 +234,7 @@ def _fields(path: str, *, tokens: int, stream: bool) -> dict[str, Any]:
 
 
 def verdict(numbers: dict[str, Any]) -> list[str]:
-    """What is below its floor, in words."""
+    """The rates below their minimum, as text."""
     return [
         f"{name} is {numbers[name]:g}, its floor {floor:.4g}" for name, floor in FLOORS.items() if numbers[name] < floor
     ]

@@ -1,4 +1,4 @@
-"""What a grammar costs per token, and how many steps jumping ahead saves.
+"""The cost of a grammar per token, and the number of steps that forced tokens save.
 
     bough bench grammar MODEL --batch-size 1 64 --output-len 128
 
@@ -115,7 +115,7 @@ def steps(engine: Engine, num_requests: int) -> Json:
 
 
 def _literal_tokens(engine: Engine) -> int:
-    """Tokens of a record that say nothing about the customer: names, quotes, colons, commas and braces."""
+    """Tokens of a record that are the same for all customers: names, quotes, colons, commas and braces."""
     assert engine.tokenizer is not None, "a grammar needs a tokenizer"
     bare = json.dumps(dict.fromkeys(RECORD["properties"], 0))
     return len(engine.tokenizer.encode(bare, add_special_tokens=False)) - 2 * len(RECORD["properties"])

@@ -1,4 +1,4 @@
-"""A lone request's way through the processes, hop by hop, on a device that is only a clock: what is added to its time.
+"""The latency that each process adds to a single request, on a simulated device.
 
     bough bench hops --device-ms 4.4 --prompt 512
 

@@ -78,9 +78,9 @@ def measure(
 ) -> dict[str, float]:
     """Decodes `rows` requests for `steps` steps on a runner that costs nothing, or on the one that is made.
 
-    Returns microseconds a step: `step_us` in all (median), `step_p99_us`, and the mean of each phase.
-    `shared_len` tokens of every prompt are the same; `waiting` more requests find no slot. Rows follow the JSON `schema`,
-    if there is one. `around` is called with the turn of the loop to be run in its place.
+    Returns microseconds a step: `step_us` in all (median), `step_p99_us`, and the mean of each phase. `shared_len`
+    tokens of every prompt are the same; `waiting` more requests find no slot. Rows follow the JSON `schema`, if there
+    is one. `around` is called with each iteration of the loop, which it must run.
     """
     new_tokens = 8 * steps + 63
     sampling = SamplingParams(

@@ -1,6 +1,5 @@
-"""An HTTP/1.1 client that costs little: bodies go out as bytes, pieces of answers come back the moment they arrive.
-
-General clients spend more time on a streamed token than a fast server does; a load generator must not.
+"""A cheap HTTP/1.1 client: sends bodies as bytes, and passes on pieces of answers as soon as they arrive. General
+clients spend more time per streamed token than a fast server; a load generator must not.
 """
 
 from __future__ import annotations

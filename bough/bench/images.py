@@ -1,5 +1,5 @@
-"""Times a model that sees: a new image, the same image again, several at once, a video, its tower alone, chats with images
-beside others' streams of text, and first tokens over HTTP.
+"""Times a vision model: a new image, the same image again, several at once, a video, the encoder alone, chats with images
+beside text streams, and first tokens over HTTP.
 
     bough bench images                      # the shapes of Qwen2.5-VL-7B with dummy weights, on this machine's GPU
     bough bench images --size tiny          # the same measurements of a tiny model, on any machine
@@ -69,7 +69,7 @@ class ChatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeeingShape:
-    """A model's config, its processor's settings, and the image that it is asked about."""
+    """A model's config, its processor's settings, and the image."""
 
     config: dict[str, Any]
     processor: dict[str, Any]
@@ -211,7 +211,7 @@ class SeeingEngine:
         return self._rng.integers(0, 1000, count).astype(np.int32)
 
     def ask_ms(self, prompts: Sequence[SeeingPrompt]) -> float:
-        """From the requests to all of their first tokens."""
+        """Milliseconds from sending the requests to the last of their first tokens."""
         begin = time.perf_counter()
         for ids, items, positions in prompts:
             self.engine.submit([ids.astype(np.int64)], _ONE, media=items, positions=positions)
@@ -219,7 +219,7 @@ class SeeingEngine:
         return 1e3 * (time.perf_counter() - begin)
 
     def tower_ms(self, items: Sequence[MediaItem]) -> float:
-        """The tower alone, with what it writes to the store."""
+        """Times the encoder alone, including its writes to the store."""
         from bough.core.step import Encode
 
         encoder = self.engine.runner.encoder
@@ -319,7 +319,7 @@ def _streams_tpot_ms(seeing: SeeingEngine, chats: Sequence[SeeingPrompt], second
 
 
 def over_http(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
-    """First tokens of a running server: of new images, and of one that it has seen."""
+    """Times to first token of a running server: for new images, and for a repeated one."""
     import httpx
     from PIL import Image
 

@@ -1,4 +1,5 @@
-"""Experts of many tokens: the grouped Hopper kernel, cut in each of its ways, beside the portable one and torch's."""
+"""Experts of many tokens: the grouped Hopper kernel in each of its tilings, compared with the portable kernel and
+torch's."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ FP8_CUTS = {
 
 
 def prepare(device: torch.device) -> None:
-    """Compiles all that is timed."""
+    """Compiles all kernels that are timed."""
     grouped_hopper.load_cuts(list(CUTS.values()), device, fp8=False)
     grouped_hopper.load_cuts(list(FP8_CUTS.values()), device, fp8=True)
 
@@ -43,7 +44,7 @@ class TimedExperts:
     us: float
     flops: float
     error: float
-    """Against float32, relative."""
+    """Error relative to float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def rounded(weights: Weights) -> Weights:
 
 
 def ways(device: torch.device, tokens: int, *, skewed: bool, compare: bool) -> Iterator[TimedExperts]:
-    """Times of a layer's experts. `skewed`: most tokens go to few experts. `compare`: say how exact each way is."""
+    """Times of a layer's experts. `skewed`: most tokens go to few experts. `compare`: also print the error of each
+    variant."""
     torch.manual_seed(tokens)
 
     def random(*shape: int, scale: float) -> Tensor:

@@ -103,7 +103,7 @@ def _coded(form: WeightFormat, shape: tuple[int, int], *, device: torch.device) 
 
 
 def _blocks(kind: str, shape: tuple[int, int], *, device: torch.device) -> PackedWeight:
-    """Random bytes: what they are worth does not matter, as long as it is a number."""
+    """Random bytes whose values do not matter, as long as they are finite."""
     form, (rows, cols) = FORMATS[kind], shape
     row_bytes = cols // form.block * form.block_bytes
     raw = torch.randint(0, 60, (rows, row_bytes), device=device, dtype=torch.uint8)

@@ -52,7 +52,7 @@ MIN_PREFILL_RATIO = {**dict.fromkeys(WORK, 2.0), "few-shot": 0.95}
 """Minimum ratio of the prompt tokens that the plain client and the language have computed. The server shares a common
 prefix of requests that arrive together for any client: in `few-shot` there is nothing more to save."""
 NOISE = 0.05
-"""Relative measurement error of a turn."""
+"""Relative measurement error of a run."""
 
 
 class Server:
@@ -160,7 +160,7 @@ def show(report: dict[str, Json]) -> str:
 
 
 def shortfalls(report: dict[str, Json]) -> list[str]:
-    """Where the language does not keep its promise: not slower, and fewer prompt tokens computed."""
+    """Cases in which the language is slower, or does not compute fewer prompt tokens."""
     found = []
     for name, facts in report.items():
         if facts["time_ratio"] < 1 - NOISE:

@@ -1,7 +1,7 @@
 """The work of `bough bench lang`, written twice: as programs of the language, and with OpenAI's client and asyncio.
 
-Both sides ask for the same texts and decide by the same likelihoods. What the plain side can say is what the API has words
-for: a text to go on from, and `echo` with `logprobs` to learn how likely given texts are.
+Both sides ask for the same texts and decide by the same likelihoods. The plain side uses what the API offers: a text to
+continue, and `echo` with `logprobs` to score given texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One batch at a time: how long its prefill takes and how long each token after it, for batch sizes and lengths.
+"""Latency of one batch at a time: prefill time and time per token, for batch sizes and lengths.
 
     bough bench latency MODEL --batch-size 1 8 64 --input-len 128 1024 --output-len 32
 

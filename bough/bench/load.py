@@ -1,4 +1,4 @@
-"""Sends requests at their times and keeps what happened: in this process, or shared among several.
+"""Sends requests at their scheduled times and records the results: in this process, or divided among several.
 
 `drive` starts `python -m bough.bench.load` for each of several.
 """
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 _TICK_S = 0.005
 _LEAD_S = 0.05
-"""Time for the news that all client processes are ready to reach them."""
+"""Seconds between the start signal and the start, so that it reaches all client processes."""
 
 
 class BenchRequest(Struct):
     """A request, ready to be sent."""
 
     at_s: float
-    """When it is due, from the start."""
+    """Seconds from the start at which it is sent."""
     body: msgspec.Raw
     input_len: int
 
@@ -64,7 +64,7 @@ class ClientShare(Struct):
     dialect: Dialect
     calls: list[BenchRequest]
     max_concurrency: int
-    """0: as many at once as are due."""
+    """0: no limit."""
     begin_s: float
     """On this machine's monotonic clock; 0: now."""
 
@@ -145,7 +145,7 @@ async def _ask(
 
 
 class Reading:
-    """Takes an answer's bytes as they come and notes when tokens came."""
+    """Parses an answer's bytes as they arrive and records the arrival times of tokens."""
 
     def __init__(self, dialect: Dialect, outcome: RequestResult, begin_s: float) -> None:
         self.outcome = outcome
@@ -254,7 +254,7 @@ def _merged(parts: Sequence[ShareResult]) -> ShareResult:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine in the fastest event loop there is."""
+    """Runs a coroutine in the fastest available event loop."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,5 @@
-"""Engines that a benchmark calls in the same way: prompts of token ids in, token ids out, random weights of a configuration.
+"""Engines with a common interface for benchmarks: prompts of token ids in, token ids out, random weights of a
+configuration.
 
 Each is started with the same arguments: dummy weights, no tokenizer, bf16, context 16,384, 512 running requests. `bough` is
 this package; `vllm` and `sglang` must be installed to be compared with; `module:factory` names any other (the factory
@@ -31,7 +32,7 @@ class OfflineEngine(Protocol):
         ...
 
     def flush(self) -> None:
-        """Forgets cached prompts."""
+        """Empties the prefix cache."""
         ...
 
 

@@ -34,7 +34,7 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordList:
-    """What the dataset's makers know of the model's tokens. Without a tokenizer, lengths are guessed."""
+    """The tokenizer for generating prompts. Without a tokenizer, lengths are estimated."""
 
     tokenizer: Tokenizer | None
     size: int = 0

@@ -49,7 +49,7 @@ class QuantizedRun:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast as another engine one must be; below 1: how much slower it may be."""
+    """Required speed relative to another engine; below 1: allowed slowdown."""
 
     run: str
     than: str
@@ -119,7 +119,7 @@ def measure(timer: Timer, shapes: Shapes, tell: Tell) -> None:
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How rows stand to their goals: `share` is at least 1 where the goal is reached."""
+    """Results relative to their goals: `share` is at least 1 if the goal is reached."""
     found = {(row["run"], row["workload"]): float(row["value"]) for row in rows}
     out: list[dict[str, Any]] = []
     for name, run in RUNS.items():

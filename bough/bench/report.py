@@ -1,4 +1,4 @@
-"""What a load test's outcomes amount to: rates, latencies, goodput, and whose limit was met."""
+"""The report of a load test: rates, latencies, goodput, and what was the bottleneck."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _errors(outcomes: Sequence[RequestResult]) -> dict[str, int]:
 
 
 def _peak(done: Sequence[RequestResult]) -> float:
-    """Most output tokens in any whole second."""
+    """Maximum number of output tokens in any second."""
     seconds: dict[int, int] = {}
     for outcome in done:
         for at_s, new in outcome.arrivals:
@@ -170,7 +170,7 @@ def in_flight(outcomes: Sequence[RequestResult]) -> tuple[list[float], list[int]
 
 
 def verdict(facts: Json, *, rate: float, max_concurrency: int) -> tuple[str, str]:
-    """(client, rate, short, cap or server; the sentence that says why)."""
+    """The bottleneck (client, rate, short, cap or server) and a sentence with the reason."""
     busy, lag_ms = facts["client_busy"], facts["client_lag_ms"]
     if busy > _BUSY or lag_ms > _LATE_MS:
         why = f"it used {100 * busy:.0f} % of a core and its timers fired {lag_ms:.0f} ms late"

@@ -54,7 +54,7 @@ _WARM_TURNS = 4
 _LEAST_TURNS, _MOST_TURNS = 6, 48
 """Decode steps that are timed."""
 _MOST_ROUNDS = 12
-"""Of a short prefill."""
+"""Maximum number of rounds of a short prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _run_model(
     device: torch.device,
     until: float,
 ) -> list[Result]:
-    """Results of one model, as many as there is time for."""
+    """Results of one model, as many as the time allows."""
     begin = time.perf_counter()
     settings: dict[str, Any] = {"device": device.type, "max_running_requests": bounds.most_rows}
     settings["schedule_conservativeness"] = 0.0
@@ -200,7 +200,7 @@ class _Run:
         self._rng = np.random.default_rng(seed)
 
     def seconds(self) -> float:
-        """Of a decode step, or of the whole prefill."""
+        """Seconds of a decode step, or of the whole prefill."""
         return self._decode() if self._workload.kind == "decode" else self._prefill()
 
     def profile(self) -> list[str]:

@@ -1,5 +1,4 @@
-"""What a device can do, measured by code that does not change: bytes read and matrix products per second; and its clock
-and power."""
+"""Rates of a device, measured by fixed code: bytes read and matrix products per second; and its clock and power."""
 
 from __future__ import annotations
 

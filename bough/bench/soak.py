@@ -1,4 +1,4 @@
-"""Mixed traffic for minutes, and what remains afterwards: memory per request, open files, threads, pages.
+"""Mixed traffic for minutes, and leaks afterwards: memory per request, open files, threads, pages.
 
     bough bench soak --minutes 10 --check
 
@@ -42,7 +42,7 @@ WARM_UP = 0.3
 _SAMPLE_S = 1.0
 _START_S = 180.0
 _REST_S = 60.0
-"""Time for the server to be done with clients that have left."""
+"""Seconds for the server to finish with clients that have disconnected."""
 _TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 49_152,
@@ -119,7 +119,7 @@ class Traffic:
         self._client = StreamingClient(url)
 
     async def run(self, clients: int, seconds: float, least: int = 0) -> None:
-        """For so long, and until `least` requests are done."""
+        """Sends requests for `seconds` and until `least` requests are done."""
         give_up = time.monotonic() + seconds
         await asyncio.gather(*(self._one(give_up, least) for _ in range(clients)))
         self._client.close()
@@ -250,7 +250,7 @@ async def soak(
 
 
 async def at_rest(client: StreamingClient) -> dict[str, Any]:
-    """The pages, once none is held, which is what a leak never comes to."""
+    """The page counts when no page is held; with a leak this is never reached."""
     give_up = time.monotonic() + _REST_S
     while True:
         await asyncio.sleep(1.0)
@@ -260,7 +260,7 @@ async def at_rest(client: StreamingClient) -> dict[str, Any]:
 
 
 def verdict(seen: dict[str, Any], *, clients: int) -> list[str]:
-    """What is not as it should be, in words."""
+    """The problems found, as text."""
     wrong = [
         f"{count} x {status}" for status, count in seen["statuses"].items() if status[:1] == "5" or "broken" in status
     ]

@@ -1,4 +1,5 @@
-"""What drafts are worth on this device: tokens per second with a head of real cost and simulated acceptance, beside none.
+"""The speed-up of speculative decoding on this device: tokens per second with a draft head of real cost and simulated
+acceptance, compared with none.
 
     bough bench speculation                              # Llama-3.1-8B's shapes with dummy weights; tiny ones on a CPU
     bough bench speculation --rates 0.8 0.7 0.6 --batch-size 1 32 --markdown
@@ -97,9 +98,9 @@ class StepsMeasured:
     """Steps of one batch size."""
 
     ms: float
-    """Of a step."""
+    """Milliseconds per step."""
     per_step: float
-    """Tokens that a request gets of one."""
+    """Tokens per request and step."""
 
     @property
     def tokens_per_s(self) -> float:

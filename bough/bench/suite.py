@@ -24,7 +24,7 @@ from bough.bench.offline import BoughOffline, Prompts, Timer, open_engine, rando
 
 @dataclass(frozen=True, slots=True)
 class SuiteSizes:
-    """How large the workloads are; smaller ones try the measurement itself."""
+    """Sizes of the workloads; small ones test the benchmark itself."""
 
     decode_batches: tuple[int, ...] = (1, 8, 64, 256)
     decode_prompt: int = 128

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _run(engine: Engine, prompts: list[BenchPrompt]) -> Json:
-    """All prompts in one call."""
+    """Runs all prompts in one call."""
     if any(prompt.messages is not None for prompt in prompts):
         raise ConfigError(what="the offline engine takes texts and token ids", fix="use `prompt` in the dataset")
     sampling = [{"temperature": 0.0, "max_new_tokens": prompt.output_len, "ignore_eos": True} for prompt in prompts]

@@ -1,4 +1,4 @@
-"""`bough bench NAME ...`: runs one of the measurements in `bough.bench`. They are found by looking, not by importing."""
+"""`bough bench NAME ...`: runs one of the benchmarks in `bough.bench`, which are listed without importing them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def benches() -> dict[str, str]:
-    """Measurements by name: the modules of `bough.bench` that have a `main`, with their first line of documentation."""
+    """Benchmarks by name: the modules of `bough.bench` with a `main`, and the first line of their docstrings."""
     spec = importlib.util.find_spec(_PACKAGE)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     found: dict[str, str] = {}

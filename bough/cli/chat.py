@@ -1,4 +1,5 @@
-"""`bough chat`: talk to a running server. Streams, keeps the history, and speaks plain HTTP like any client."""
+"""`bough chat`: chats with a running server. Streams answers, keeps the history, and uses plain HTTP like any
+client."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _PROMPT, _MORE = "> ", ". "
 _QUOTES = '"""'
 
 Answer = Callable[[Iterator[tuple[str, str]]], None]
-"""Shows an answer as it comes."""
+"""Shows an answer as it arrives."""
 
 
 def parser() -> CommandParser:
@@ -71,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def talk(conversation: Conversation, *, show_stats: bool = False) -> int:
-    """Reads what the user types and answers it until they leave."""
+    """Reads and answers the user's input until they leave."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         import readline  # noqa: F401  gives `input` its editing
@@ -170,7 +171,7 @@ def command(conversation: Conversation, text: str) -> bool:
 
 
 def show_plain(pieces: Iterator[tuple[str, str]]) -> None:
-    """Prints the answer as it comes, without its reasoning."""
+    """Prints the answer as it arrives, without its reasoning."""
     for kind, piece in pieces:
         if kind == "content":
             print(piece, end="", flush=True)
@@ -178,7 +179,7 @@ def show_plain(pieces: Iterator[tuple[str, str]]) -> None:
 
 
 def show_markdown(pieces: Iterator[tuple[str, str]]) -> None:
-    """Renders the answer as Markdown while it comes; reasoning is dim."""
+    """Renders the answer as Markdown while it arrives; reasoning is dimmed."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.markdown import Markdown

@@ -31,17 +31,17 @@ class Flag:
     about: str
     takes_value: bool = False
     values: tuple[str, ...] = ()
-    """What may follow; empty: anything, so file names are offered."""
+    """Possible values; empty: anything, so file names are offered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What may follow a command."""
+    """Words and flags that may follow a command."""
 
     about: str
     flags: tuple[Flag, ...] = ()
     words: tuple[str, ...] = ()
-    """Words that may follow: actions, measurements, shells."""
+    """Words that may follow: actions, benchmarks, shells."""
     takes_model: bool = False
     actions: dict[str, Words] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def vocabulary() -> dict[str, Words]:
-    """What may follow each command."""
+    """Words and flags that may follow each command."""
     from bough.cli.bench import benches
 
     found: dict[str, Words] = {}

@@ -34,7 +34,7 @@ _OWN = ("config", "profile", "dump_config", "help", "verbose")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedFlags:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     loaded: Loaded
     dump_config: bool
@@ -42,7 +42,7 @@ class ParsedFlags:
 
 
 class _Gather(argparse.Action):
-    """A list that is given in parts: each use of the flag adds to it, and each may have several members."""
+    """A list flag: each use of the flag adds one or more members."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
         more = parse_value(lookup(self.dest)[0], values, f"--{self.dest.replace('_', '-')}")
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Pars
 
 
 def _expand(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command line with abbreviated flags written out, and what to say about them."""
+    """The command line with abbreviated flags expanded, and messages about them."""
     expanded: list[str] = []
     notes: list[str] = []
     for argument in argv:
@@ -116,7 +116,7 @@ def _expand(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def without_flags(argv: Sequence[str], *flags: str) -> list[str]:
-    """A command line without some flags, each of which has a value."""
+    """The command line without the given flags and their values."""
     kept, drops = [], 0
     for argument in argv:
         if argument.partition("=")[0].replace("_", "-") in flags:
@@ -133,7 +133,7 @@ def _is_flag(name: str) -> bool:
 
 
 def wants_help(argv: Sequence[str]) -> str | None:
-    """Which help the arguments request: None: no help, "": all of it, else a group or a word."""
+    """The help that the arguments request. None: none; "": all of it; otherwise a group or a search word."""
     for argument in argv:
         if argument in ("-h", "--help"):
             return ""
@@ -169,7 +169,7 @@ def help_text(command: str, about: str, topic: str) -> str:
 
 
 def markdown() -> str:
-    """The reference of all flags, as docs/flags.md holds it."""
+    """The reference of all flags, as in docs/flags.md."""
     lines = [
         "# Flags",
         "",
@@ -195,7 +195,7 @@ def markdown() -> str:
 
 
 def sglang_markdown() -> str:
-    """What becomes of each of SGLang's flags, as docs/sglang_flags.md holds it."""
+    """How each of SGLang's flags is treated, as in docs/sglang_flags.md."""
     acting = [name for name in sorted({*ACTING, *MAPPED, *refused()}) if is_setting(name) or name == "config"]
     lines = [
         "# SGLang's flags", "",
@@ -241,7 +241,7 @@ def _table_row(setting: Setting) -> str:
 
 
 def spellings(setting: Setting) -> list[str]:
-    """Every flag that sets a setting, its own first."""
+    """All flags of a setting, its own name first."""
     first = setting.flag if setting.kind != "bool" else f"--[no-]{setting.flag.removeprefix('--')}"
     aliases = [name for name, alias in ALIASES.items() if alias.target == setting.name]
     return [first, *("--" + name.replace("_", "-") for name in aliases)]
@@ -284,7 +284,7 @@ def _add(parser: argparse.ArgumentParser, name: str, setting: Setting, switch_on
 
 
 def _refuse_conflicts(given: Mapping[str, Any], positional: str | None) -> None:
-    """Two spellings of one setting are one too many."""
+    """Raises `ConfigError` if one setting is given by two different flags."""
     seen: dict[str, str] = {"model": "the model's place"} if positional is not None else {}
     for name in given:
         if not is_setting(name):  # one of SGLang's

@@ -1,4 +1,4 @@
-"""A conversation with a running server: messages so far, answers as they stream in, and how fast they came."""
+"""A conversation with a running server: messages, streamed answers, and their speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEDIA = MediaConfig(allowed_media_domains=("*",), max_media_bytes=12 * 1024 * 1
 
 @dataclass
 class Stats:
-    """How the last answer went."""
+    """Speed of the last answer."""
 
     started: float = 0.0
     first: float = 0.0
@@ -55,7 +55,7 @@ class Conversation:
         self.model = model or self._first_model()
         self.messages: list[dict[str, Any]] = []
         self.images: list[str] = []
-        """Pictures (data URLs) that the next question shows."""
+        """Images (data URLs) for the next question."""
         self.stats = Stats()
         self.clear()
 
@@ -72,7 +72,7 @@ class Conversation:
         self.messages = [*self._opening(), *rest]
 
     def clear(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages except the system message."""
         self.messages = self._opening()
         self.images = []
 
@@ -80,14 +80,14 @@ class Conversation:
         return [{"role": "system", "content": self._system}] if self._system else []
 
     def attach(self, name: str) -> None:
-        """Shows a picture (a file, or a URL) with the next question. Raises `BoughError`."""
+        """Adds an image (a file, or a URL) to the next question. Raises `BoughError`."""
         self.images.append(_data_url(name))
 
     def ask(self, text: str) -> Iterator[tuple[str, str]]:
         """Yields ("reasoning" or "content", text) as it arrives; question and answer join the history.
 
-        An answer that is interrupted (the caller closes the iterator, or Ctrl-C) is kept as far as it came. A question that
-        fails, or is interrupted before any text came, leaves no trace. Raises `BoughError`.
+        If an answer is interrupted (the caller closes the iterator, or Ctrl-C), its text so far is kept. A question
+        that fails, or is interrupted before any text arrives, is not kept. Raises `BoughError`.
         """
         images, self.images = self.images, []
         self.messages.append({"role": "user", "content": _content(text, images)})
@@ -118,7 +118,7 @@ class Conversation:
         return None
 
     def retry(self) -> Iterator[tuple[str, str]]:
-        """Asks the last question again, with its pictures. Raises `BoughError` if there is none."""
+        """Sends the last question again, with its images. Raises `BoughError` if there is none."""
         question = self.take_back()
         if question is None:
             raise ConfigError(what="there is nothing to ask again", why="no question was answered yet")
@@ -208,21 +208,21 @@ class Conversation:
 
 
 def _content(text: str, images: list[str]) -> str | list[dict[str, Any]]:
-    """A message's content, as OpenAI has it."""
+    """A message's content in OpenAI's format."""
     if not images:
         return text
     return [{"type": "image_url", "image_url": {"url": url}} for url in images] + [{"type": "text", "text": text}]
 
 
 def plain(content: str | list[dict[str, Any]]) -> str:
-    """The text of a message; pictures are replaced by a placeholder."""
+    """The text of a message; images are replaced by a placeholder."""
     if isinstance(content, str):
         return content
     return " ".join(part["text"] if part["type"] == "text" else "(picture)" for part in content)
 
 
 def _data_url(name: str) -> str:
-    """A picture's bytes as a URL: the server need neither read the file nor reach the web. Raises `BoughError`."""
+    """An image as a data: URL, so that the server needs no access to the file or the web. Raises `BoughError`."""
     from bough.multimodal import Door
     from bough.multimodal.local import read_file
 

@@ -1,4 +1,4 @@
-"""`bough debug compare A B`: two runs of one request, layer by layer, and where they part."""
+"""`bough debug compare A B`: compares two runs of one request layer by layer, and shows where they diverge."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read(name: str) -> Tensors:
 
 
 def shared_tokens(first: Tensors, second: Tensors) -> int:
-    """How many positions have the same tokens in both, up to the first that has not. Raises `ConfigError` for none."""
+    """Number of first positions with the same tokens in both. Raises `ConfigError` if there are none."""
     common, at_first, at_second = np.intersect1d(first["positions"], second["positions"], return_indices=True)
     same = first["ids"][at_first] == second["ids"][at_second]
     count = len(common) if same.all() else int(np.argmin(same))
@@ -103,7 +103,7 @@ def shared_tokens(first: Tensors, second: Tensors) -> int:
 
 
 def compare(first: Tensors, second: Tensors, shared: int) -> list[Difference]:
-    """Every tensor that both have, in the order in which the model makes them."""
+    """All tensors in both dumps, in the order in which the model computes them."""
     common = np.intersect1d(first["positions"], second["positions"])[:shared]
     found = []
     for name in sorted((set(first) & set(second)) - set(_NOT_COMPARED), key=_order):
@@ -121,7 +121,8 @@ def compare(first: Tensors, second: Tensors, shared: int) -> list[Difference]:
 
 
 def _order(name: str) -> tuple[int, int, list[int], str]:
-    """Embedding, then block by block its parts and its result, then logits. A part comes after what it is made of."""
+    """Sort key: the embedding, then the parts and the output of each block, then the logits. A part comes after its
+    inputs."""
     if not name.startswith("layers."):
         return (0 if name == "embed" else 2, 0, [], name)
     _, number, *path = name.split(".")
@@ -134,7 +135,7 @@ def report(
     differences: Sequence[Difference], apart: Sequence[Difference], first: Tensors, second: Tensors, shared: int,
     tolerance: float, *, everything: bool,
 ) -> str:  # fmt: skip
-    """What to print."""
+    """The report as text."""
     lines = [f"{shared} tokens in common, of {len(first['ids'])} and {len(second['ids'])}"]
     lines.append(f"{'tensor':<24}{'tokens':>7}{'relative':>12}{'largest':>12}{'mean':>12}")
     for each in differences:

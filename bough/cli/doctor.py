@@ -1,4 +1,4 @@
-"""`bough doctor [MODEL]`: what this machine can do, what is wrong with it, and whether a model fits. Loads nothing."""
+"""`bough doctor [MODEL]`: checks this machine, and whether a model fits. Loads no weights."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 _TO_FILL_IN = {"dist_init_addr": "MACHINE_0:20000", "dist_secret": "........"}
-"""What machines need only once they are started, and what stands for it until then."""
+"""Settings that several machines need only when they are started, and placeholders for them."""
 
 
 def _asked(flags: Sequence[str]) -> tuple[Config, list[str]]:
-    """What is asked about, and the flags with what has to be filled in."""
+    """The configuration in question, and the flags with placeholders filled in."""
     known = list(flags)
     while True:
         try:
@@ -114,7 +114,7 @@ def machine(config: Config) -> Iterator[Finding]:
 
 
 def commands(flags: Sequence[str], parallel: ParallelConfig) -> Iterator[Finding]:
-    """What to type on each of several machines. The secret is left to the environment."""
+    """The command for each of several machines. The secret is left to the environment."""
     if parallel.nnodes == 1:
         return
     kept = [shlex.quote(flag) for flag in without_flags(flags, "--node-rank", "--dist-secret")]
@@ -165,7 +165,7 @@ def fits(config: Config) -> Iterator[Finding]:
 
 
 def _headers(model: str, revision: str, folder: Path) -> tuple[Path, str]:
-    """Where the headers of a model of the hub can be read, and a remark if they were fetched. Raises `ConfigError`."""
+    """The path with the headers of a model on the hub, and a remark if they were fetched. Raises `ConfigError`."""
     from bough.config.download import cached
     from bough.config.hub_headers import fetch_headers
 
@@ -182,7 +182,7 @@ def _headers(model: str, revision: str, folder: Path) -> tuple[Path, str]:
 
 
 def passes(url: str, config: Config) -> Finding:
-    """Whether the one door for media lets this picture in. It is fetched and measured, and not decoded."""
+    """Whether the media settings allow this image. It is fetched and measured, but not decoded."""
     import asyncio
 
     from bough.multimodal import Door

@@ -31,15 +31,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 FAILURE = 1
-"""It was started, and failed."""
+"""Exit status of a command that failed while running."""
 USAGE_ERROR = 2
-"""What was asked can't be done as it was asked: a flag, a file, a name or an address is wrong."""
+"""Exit status for wrong usage: a flag, a file, a name or an address is wrong."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
 class Command(Protocol):
-    """What each command's module has."""
+    """The interface of a command's module."""
 
     def run(self, argv: Sequence[str]) -> int:
         """Runs the command and returns its exit status."""
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_status(error: BoughError) -> int:
-    """What a command ends with that this error has ended."""
+    """The exit status of a command that ended with this error."""
     return USAGE_ERROR if isinstance(error, ConfigError) else FAILURE
 
 

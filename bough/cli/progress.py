@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bough.ipc import EngineStatus
 
 _LINE_EVERY_S = 5.0
-"""Between two plain lines of one phase."""
+"""Seconds between two plain lines of one phase."""
 
 
 class Progress:
@@ -30,7 +30,7 @@ class Progress:
         self._first_bytes = 0
 
     def __call__(self, status: EngineStatus) -> None:
-        """A status of the engine's."""
+        """Shows a status of the engine."""
         if status.phase == "ready":
             self.done()
             return
@@ -43,7 +43,7 @@ class Progress:
             self._draw(status.progress, what)
 
     def reporting(self, what: str) -> Callable[[int, int], None]:
-        """A function that shows how many bytes of `what` are done, and of how many."""
+        """A function that shows the progress of `what` in bytes."""
         return lambda done_bytes, total_bytes: self.show(what, done_bytes, total_bytes)
 
     def show(self, what: str, done_bytes: int, total_bytes: int) -> None:
@@ -59,7 +59,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def done(self) -> None:
-        """Nothing more comes: the bar goes."""
+        """Removes the bar at the end."""
         if self._bar and self._what:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
         self._what = ""
@@ -74,7 +74,7 @@ class Progress:
             print(f"{what} ...", file=self._stream, flush=True)
 
     def _amount(self, done_bytes: int, total_bytes: int) -> str:
-        """How much, how fast, how long still."""
+        """Amount, speed and remaining time as text."""
         text = f"{show_bytes(done_bytes)} of {show_bytes(total_bytes)}"
         seconds = time.monotonic() - self._since
         rate = (done_bytes - self._first_bytes) / seconds if seconds > 0.5 else 0.0

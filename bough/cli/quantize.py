@@ -1,4 +1,4 @@
-"""`bough quantize MODEL OUT --to fp8`: writes a quantised checkpoint, and says what it costs on a text."""
+"""`bough quantize MODEL OUT --to fp8`: writes a quantised checkpoint, and reports its quality loss on a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TARGETS = ("fp8", "fp8-block", "int8", "int8-weight", "int4", "int4-gptq", "int4-awq")
 _HELD_OUT = 0.8
-"""Of the built-in text, what is kept for comparisons comes after this share."""
+"""Share of the built-in text used for calibration; the rest is for comparisons."""
 
 
 def parser() -> CommandParser:
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 def _pieces(
     tokenizer: Tokenizer, text: str, count: int, length: int, *, first: float = 0.0, last: float = 1.0
 ) -> list[Ids]:
-    """Of the user's text, or of the part of the built-in one between `first` and `last`."""
+    """Token ids of the user's text, or of the part of the built-in one between `first` and `last`."""
     from bough.compress.texts import built_in_text, cut_text
 
     if not text:

@@ -1,6 +1,6 @@
 """`--use-ray`: the machines of an engine are found by Ray, which starts `bough serve` on each of them and nothing else.
 
-What the machines say to one another goes over their own links; Ray is asked when the group starts, and when it ends.
+The machines communicate over their own connections; Ray is used only when the group starts and ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from bough.ipc.link import show_address
 from bough.platform.facts import detect
 
 _PLACED_S: Final = 60.0
-"""How long Ray may take to give a machine."""
+"""Seconds that Ray may take to allocate a machine."""
 _DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
 class RayPlaces:
-    """The machines that Ray has given. `config` is this one's, which is number 0. To be closed once the server has ended."""
+    """The machines that Ray has allocated. `config` is that of this machine, number 0. Close it after the server has
+    ended."""
 
     def __init__(self, config: Config, argv: Sequence[str]) -> None:
         """`argv`: the command line of this server, which the other machines get, too. Raises `ConfigError` without Ray, and
@@ -51,7 +52,7 @@ class RayPlaces:
             raise
 
     def close(self) -> None:
-        """Ends what is left of the other machines' servers, and gives the machines back."""
+        """Ends the servers of the other machines, and releases the machines."""
         for place in self._places:
             self._ray.kill(place)
         self._ray.shutdown()
@@ -101,7 +102,7 @@ class RayPlaces:
         return actor.remote()
 
     def _given(self, count: int) -> list[Any]:
-        """The first `count` machines that Ray gives, this one among them: the others may be busy."""
+        """The first `count` machines that Ray allocates, including this one; others may be busy."""
         asked = {place.where.remote(): place for place in self._places}
         ready, _ = self._ray.wait(list(asked), num_returns=count, timeout=_PLACED_S)
         found = [asked[each] for each in ready]
@@ -124,7 +125,7 @@ class RayPlace:
         self._server: subprocess.Popen[bytes] | None = None
 
     def where(self) -> tuple[str, str]:
-        """The machine's address, and which GPUs Ray has given."""
+        """The machine's address, and the GPUs that Ray has allocated."""
         import ray
 
         return ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,4 +1,4 @@
-"""A running server, as commands see it: its address, its key, and its errors as `BoughError`."""
+"""A running server for commands: its address, its key, and its errors as `BoughError`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def server_url(given: str) -> str:
 
 
 class Remote:
-    """Talks JSON over HTTP."""
+    """A client for JSON over HTTP."""
 
     def __init__(self, url: str, key: str = "", *, timeout_s: float = 30.0) -> None:
         import httpx

@@ -1,4 +1,4 @@
-"""`bough replay FILE ...`: sends the requests that `--dump-dir` recorded again, at their own pace or faster."""
+"""`bough replay FILE ...`: sends requests recorded by `--dump-dir` again, at the recorded rate or faster."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Line:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """How a replay went."""
+    """Results of a replay."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
-    """Requests whose status is not what it was."""
+    """Requests whose status has changed."""
     wall_s: float = 0.0
 
 
@@ -134,7 +134,7 @@ async def replay(lines: Sequence[Line], url: str, key: str, *, speed: float, at_
 
 
 def report(lines: Sequence[Line], outcome: ReplayResult) -> str:
-    """What to print."""
+    """The report as text."""
     then, now = sorted(line.seconds for line in lines), sorted(outcome.seconds)
     rows = [
         f"{len(lines)} requests in {outcome.wall_s:.1f} s",

@@ -1,4 +1,4 @@
-"""`bough run [MODEL] [TEXT]`: serves a model and asks it TEXT, or talks to it, in one terminal."""
+"""`bough run [MODEL] [TEXT]`: serves a model and prints its answer to TEXT, or chats with it, in one terminal."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def leading_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def question(text: str) -> str:
-    """What to ask: `text`, and after it what is piped in. Empty: nothing, the user wants to talk."""
+    """The question: `text`, followed by piped input. Empty: the user wants to chat."""
     if sys.stdin is None or sys.stdin.isatty():
         return text
     piped = sys.stdin.read().strip()

@@ -38,7 +38,8 @@ from bough.entrypoints.service import Service
 _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL_S = 0.3
-"""`timeout` and some shells send a signal to the process and to its group: that is one wish, not two."""
+"""Seconds within which repeated signals count as one: `timeout` and some shells signal both the process and its
+group."""
 
 
 class LocalServer:
@@ -97,7 +98,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Where it can be called: the path of a Unix socket is not part of it."""
+        """The server's URL, without the path of a Unix socket."""
         server = self.config.server
         host, scheme = server.host, "https" if server.ssl_certfile else "http"
         if server.uds:
@@ -162,7 +163,8 @@ class LocalServer:
                 self._loop.call_soon_threadsafe(lambda: worker.drain(now=at_once))
 
     def _leave_sockets(self) -> None:
-        """Leaves the sockets of the other API workers to them: until then, another worker can take a dead one's over."""
+        """Closes this process's copies of the other API workers' sockets; until then, they can be passed to a
+        replacement of a dead worker."""
         for sock in self._sockets[1:]:
             sock.close()
 
@@ -285,8 +287,8 @@ class Runs(Protocol):
 
 
 def run_until_signalled(server: Runs, opened: Callable[[Service | None], None]) -> int:
-    """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once; SIGHUP has files read again. Returns
-    the exit status."""
+    """Serves in the main thread; Ctrl-C and SIGTERM drain, a second one ends at once; SIGHUP reloads files. Returns the
+    exit status."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -300,7 +302,7 @@ def run_until_signalled(server: Runs, opened: Callable[[Service | None], None]) 
 
 
 def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine in the fastest event loop there is."""
+    """Runs a coroutine in the fastest available event loop."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""`bough shard MODEL OUT --tp-size 8`: cuts a checkpoint into a file for each rank."""
+"""`bough shard MODEL OUT --tp-size 8`: cuts a checkpoint into one file per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`bough simulate MODEL`: how a fleet of GPUs would serve traffic, by the real scheduler and a model of their speed."""
+"""`bough simulate MODEL`: simulates how a fleet of GPUs serves traffic, with the real scheduler and a cost model of the
+GPUs."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def read_facts(path: Path) -> ModelFacts:
-    """Of a config.json. Raises ConfigError."""
+    """The model facts of a config.json. Raises ConfigError."""
     from bough.models.registry import facts_of
 
     file = path / "config.json" if path.is_dir() else path
@@ -184,7 +185,7 @@ def simulate(
 
 
 def table(found: Sequence[tuple[Spread, FleetResult]]) -> str:
-    """Results as text, one way of spreading on each line."""
+    """Results as text, one parallel configuration per line."""
     width = max(len(spread.flags) for spread, _ in found)
     head = "output tok/s  per GPU  TTFT p50/p99 ms  TPOT p50/p99 ms  cached  busy  KV tokens"
     lines = [f"{'':<{width}}  GPUs  {head}"]

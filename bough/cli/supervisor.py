@@ -30,7 +30,7 @@ CRASHES_TO_QUARANTINE = 2
 _MOST_SUSPECTS = 10_000
 _GIVE_UP_AFTER = 5
 _GIVE_UP_WITHIN_S = 300.0
-"""Seconds: with more crashes within this time the supervisor gives up."""
+"""Seconds: if there are too many crashes within this time, the supervisor gives up."""
 
 
 class Supervisor:
@@ -46,7 +46,7 @@ class Supervisor:
         self._crashes: list[float] = []
         self._stopping = False
         self._service: Service | None = None
-        """The last that has opened."""
+        """The service of the last server that accepted requests."""
         self.server = self._start()
 
     async def run(self, opened: Callable[[Service | None], None]) -> None:
@@ -85,7 +85,7 @@ class Supervisor:
         self.server.stop()
 
     def reload(self) -> None:
-        """Has every process read its files again."""
+        """Makes every process reload its files."""
         self.server.reload()
 
     def _start(self) -> LocalServer:

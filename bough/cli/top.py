@@ -1,4 +1,4 @@
-"""`bough top`: a running server, live in the terminal: what runs, what waits, how full the memory is, how fast it goes."""
+"""`bough top`: shows a running server in the terminal: running and waiting requests, memory and speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDE = 100
-"""Columns from which bars and ids are long. Everything fits 80."""
+"""Minimum terminal width for long bars and ids. Everything fits into 80 columns."""
 _BAR, _LONG_BAR = 12, 24
 _ID, _LONG_ID = 12, 34
 
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Watcher:
-    """Asks the server and draws its answer."""
+    """Queries the server and renders the result."""
 
     def __init__(self, remote: Remote, most_rows: int) -> None:
         self._remote = remote
@@ -59,7 +59,7 @@ class Watcher:
         self._sections = "core,memory,queues,requests"
 
     def look(self, width: int) -> RenderableType:
-        """One picture for a terminal of `width` columns. Raises `BoughError` if the server does not answer."""
+        """The current view for a terminal of `width` columns. Raises `BoughError` if the server does not answer."""
         try:
             report = self._remote.get("/v1/loads", include=self._sections)
         except Forbidden:

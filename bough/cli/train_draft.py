@@ -1,4 +1,4 @@
-"""`bough train-draft MODEL OUT --method eagle3`: trains a head that drafts for a model, on the model's own answers."""
+"""`bough train-draft MODEL OUT --method eagle3`: trains a draft head for a model, on the model's own answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ T = TypeVar("T")
 _METHODS = {"eagle3": "EAGLE3", "medusa": "MEDUSA"}
 _ASKED_AT_ONCE = 2048
 _TURNS_SHARE = 1 / 3
-"""Of the time for answers, for user turns that the model writes: a turn has a third of an answer's tokens."""
+"""Share of the time for answers that is used for user messages written by the model: they have a third of an answer's
+tokens."""
 _SPOKEN_FOR = ("num_drafts", "medusa_layers", "answer_tokens", "max_length", "epochs", "batch_tokens", "held_back")
 
 
@@ -148,7 +149,7 @@ def _check(arguments: Namespace) -> None:
 
 
 def _samples(arguments: Namespace, checkpoint: Checkpoint) -> tuple[list[Sample], list[Sample]]:
-    """What is learned from, and what it is judged by: answers that the model gave without chance."""
+    """The training answers, and the held-back greedy answers for evaluation."""
     from bough.models.registry import facts_of
     from bough.training.samples import answer_prompts, load_samples, save_samples
 
@@ -182,7 +183,7 @@ def _split(found: list[T], held_back: int, what: str) -> tuple[list[T], list[T]]
 
 
 class _Answering:
-    """An engine that answers, as long as it is needed: its memory is free when the training begins."""
+    """An engine that generates the answers; its memory is freed before the training begins."""
 
     def __init__(self, arguments: Namespace) -> None:
         self._asked = arguments

@@ -1,4 +1,4 @@
-"""`bough version`: bough's version, and those of what it runs on."""
+"""`bough version`: versions of bough and of the libraries it uses."""
 
 from __future__ import annotations
 
