@@ -84,7 +84,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             ("n", self.n, 1, None),
             ("beam_width", self.beam_width, 1, None),
         ):
-            if not (low <= value and (high is None or value <= high)):  # what is no number is not in any range
+            if not (low <= value and (high is None or value <= high)):  # NaN is in no range
                 limits = f"at least {low}" if high is None else f"between {low} and {high}"
                 raise _bad(name, f"{value}", f"it must be {limits}")
         bounds.at_most("n", self.n, "n")

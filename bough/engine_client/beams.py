@@ -226,7 +226,7 @@ class Search:
         self._ended()
 
     async def _step(self) -> End | None:
-        """Computes the next tokens of every beam. Returns them, or the failed end of one of the requests."""
+        """Extends every beam by one token. Returns the end of a request that failed, if one did."""
         beams = self._search.live
         prompts = [np.concatenate([self._prompt, np.asarray(beam.tokens, np.int32)]) for beam in beams]
         deltas = await self._ask(prompts)

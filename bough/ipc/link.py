@@ -244,7 +244,7 @@ def _greet(connected: socket.socket, secret: str, *, is_server: bool) -> Link:
     if not hmac.compare_digest(proof, hmac.digest(back, b"proof", "sha256")):
         raise NotTrusted(
             what="the other end does not know the secret",
-            why="BOUGH_DIST_SECRET (or --dist-secret) differs between the machines, or somebody else answers there",
+            why="BOUGH_DIST_SECRET (or --dist-secret) differs between the machines, or another program answers there",
             fix="set the same secret on every machine",
         )
     connected.settimeout(None)

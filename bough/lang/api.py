@@ -1,4 +1,4 @@
-"""The words of the language: what a program's author writes."""
+"""The public functions of the language."""
 
 from __future__ import annotations
 
@@ -137,17 +137,17 @@ def select(
 
 
 def image(source: str | bytes) -> ir.Image:
-    """A picture: path, URL, data URL, or the file's bytes."""
+    """An image: path, URL, data URL, or the file's bytes."""
     return ir.Image(source)
 
 
 def video(source: str | bytes, num_frames: int) -> ir.Video:
-    """A film, looked at in `num_frames` frames."""
+    """A video, of which `num_frames` frames are used."""
     return ir.Video(source, num_frames)
 
 
 def separate_reasoning(expr: ir.Expr, model_type: str) -> ir.SeparateReasoning:
-    """Run `expr`; each text it generates loses its reasoning, which goes to `<name>_reasoning_content`."""
+    """Run `expr`; the reasoning of each text it generates is moved to `<name>_reasoning_content`."""
     return ir.SeparateReasoning(expr, model_type)
 
 
@@ -188,7 +188,7 @@ def assistant_end() -> ir.RoleEnd:
 
 
 def set_default_backend(backend: Any) -> None:
-    """Where programs run that are given no `backend=`."""
+    """Set the backend of programs that are run without `backend=`."""
     as_backend(backend)
     global_config.default_backend = backend
 
@@ -199,7 +199,7 @@ def flush_cache(backend: Any = None) -> None:
 
 
 def get_server_info(backend: Any = None) -> dict[str, Any]:
-    """What the backend's server says about itself."""
+    """Information about the backend's server."""
     return as_backend(backend or default_backend()).get_server_info()
 
 

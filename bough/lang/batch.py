@@ -1,4 +1,4 @@
-"""Running many programs: how many at a time, in which order their states come back."""
+"""Runs many programs: limits concurrency, and returns their states in order."""
 
 from __future__ import annotations
 

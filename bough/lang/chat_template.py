@@ -27,7 +27,7 @@ class ChatTemplateStyle(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Affixes of each role; `stop_str` ends a message, `image_token` stands where a picture is put into the text."""
+    """Affixes of each role; `stop_str` ends a message, `image_token` is the placeholder of an image in the text."""
 
     name: str
     default_system_prompt: str | None
@@ -76,7 +76,7 @@ _matchers: list[MatchingFunction] = []
 
 
 def register_chat_template(template: ChatTemplate) -> None:
-    """Make a template known by its name; a later one of the same name replaces it."""
+    """Register a template under its name; a later one with the same name replaces it."""
     _templates[template.name] = template
 
 

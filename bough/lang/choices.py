@@ -1,4 +1,4 @@
-"""Choosing among given texts by the model's own likelihoods."""
+"""Choosing among given texts by their likelihood."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChoicesDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceScores:
-    """What the model thinks of each choice; the four lists run parallel to `choices`."""
+    """Scores of each choice; the four lists are parallel to `choices`."""
 
     choices: Sequence[str]
     normalized_prompt_logprobs: list[float]
@@ -35,7 +35,7 @@ class ChoiceScores:
 
 
 class ChoicesSamplingMethod(ABC):
-    """Subclass it to choose in your own way; pass an instance as `choices_method`."""
+    """Subclass it for your own rule; pass an instance as `choices_method`."""
 
     @property
     def requires_unconditional_logprobs(self) -> bool:
@@ -52,7 +52,7 @@ class ChoicesSamplingMethod(ABC):
         output_token_logprobs: list[list[TokenLogprob]],
         unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
-        """Decide. The logprob lists hold one entry a choice, and in it one `[logprob, token_id, text]` a token."""
+        """Choose. The logprob lists have one entry per choice, with one `[logprob, token_id, text]` per token."""
 
 
 class TokenLengthNormalized(ChoicesSamplingMethod):

@@ -1,4 +1,4 @@
-"""API speculation with chat models: a whole assistant message, fixed texts and blanks, from one call."""
+"""API speculation with chat models: one call generates a whole assistant message with fixed texts and blanks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each expression means: how it changes a state's memory, and what it asks of the backend."""
+"""Evaluates expressions: how each changes a state's memory, and which requests it sends to the backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Evaluator:
         return template
 
     def needs_nobody(self, expr: ir.Expr) -> bool:
-        """Whether `apply` can do it: nothing has to be asked of the backend."""
+        """Whether `apply` suffices because no request to the backend is needed."""
         if self._message is not None:
             return False
         match expr:
@@ -55,7 +55,7 @@ class Evaluator:
                 return False
 
     def deferring(self, expr: ir.Expr) -> bool:
-        """Whether the expression's variables come later, with the whole message."""
+        """Whether the expression's variables are set later, with the whole message."""
         return self._message is not None and isinstance(expr, ir.Gen)
 
     def apply(self, expr: ir.Expr) -> None:
@@ -198,7 +198,7 @@ class Evaluator:
         return await backend.async_generate(prompt, params)
 
     def _show(self, name: str | None, start: int, text: str, meta: Any) -> None:
-        """Write the text generated so far into the state, for those who follow it."""
+        """Write the text generated so far into the state, for streaming readers."""
         self._memory.transcript.replace_tail(start, text)
         if name is not None:
             self._memory.shown[name] = text
@@ -231,7 +231,7 @@ class Evaluator:
     # -- forking and joining -------------------------------------------------------------------------------------
 
     def _worth_caching(self, fork: ir.Fork) -> bool:
-        """Several branches might each compute the same new text: better compute it once, before them."""
+        """Whether to prefill new text before a fork, so that the branches do not each compute it."""
         new_chars = len(self._memory.transcript.text) - self._memory.cached_chars
         several = len(fork.branches) > 1
         return several and self._run.backend.has_prefix_cache and new_chars >= global_config.precache_min_chars

@@ -30,7 +30,7 @@ _inside: ContextVar[tuple[ProgramRun, ...]] = ContextVar("bough_lang_runs", defa
 
 @dataclass(slots=True, eq=False)
 class ProgramRun:
-    """What all states of one execution of a program share."""
+    """Shared data of all states of one execution of a program."""
 
     backend: Backend
     loop: asyncio.AbstractEventLoop
@@ -181,7 +181,7 @@ class Executor:
         return list(self.memory.transcript.messages)
 
     def wait_settled(self) -> None:
-        """Wait until everything appended is executed; an onlooker waits for the program's end too."""
+        """Wait until everything appended is executed; readers outside the program also wait for its end."""
         self._wait(self._settled, None)
 
     async def async_wait_settled(self) -> None:
@@ -209,7 +209,7 @@ class Executor:
             raise self._unknown(name)
 
     def publish(self) -> None:
-        """Something changed: everyone who waits looks again."""
+        """Wakes all waiters after a change."""
         with self._lock:
             self._wake()
 
@@ -386,7 +386,7 @@ class Executor:
             self._release_branches([expr])
 
     def _release_branches(self, exprs: list[ir.Expr]) -> None:
-        """Forks that will never happen: their branches fail with this state, which alone reports the error."""
+        """Fails the branches of forks that will not be executed; only this state reports the error."""
         for expr in exprs:
             if isinstance(expr, ir.Fork) and self.failure is not None:
                 for number in expr.branches:

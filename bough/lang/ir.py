@@ -58,7 +58,8 @@ class Sequential(Expr):
 
 
 def _refuse_value(expr: Expr) -> NoReturn:
-    """Raises for a program that reads a generated value before there is one: it would take the else branch silently."""
+    """Raises if a program uses an expression as a condition: its value does not exist yet, and the branch taken would
+    be wrong."""
     raise LangError(
         what=f"{expr.describe()} has no value to compare yet",
         why="it is what the model will be asked for; its value exists once it was appended to the state",
@@ -142,7 +143,7 @@ class RoleEnd(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Image(Expr):
-    """A picture: a path, a URL, a data URL, or the file's bytes."""
+    """An image: a path, a URL, a data URL, or the file's bytes."""
 
     source: str | bytes
 
@@ -152,7 +153,7 @@ class Image(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Video(Expr):
-    """A film, of which the server looks at `num_frames` frames."""
+    """A video, of which the server uses `num_frames` frames."""
 
     source: str | bytes
     num_frames: int
@@ -214,7 +215,7 @@ class Join(Expr):
     branches: tuple[int, ...]
     mode: str
     position_ids_offset: tuple[int, ...] | None = None
-    """Where each branch's tokens stand relative to the fork, for joins on the server's KV."""
+    """Position offset of each branch relative to the fork, for joins of the server's KV."""
 
     def describe(self) -> str:
         return f"join({self.mode!r})"

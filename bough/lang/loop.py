@@ -1,4 +1,4 @@
-"""One event loop, on one thread, for all the waiting that synchronous programs of this process do."""
+"""One event loop, in one thread, shared by all synchronous programs of this process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def on_loop_thread(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class Once(Generic[T]):
-    """A value made by one asynchronous call, however many ask for it at once; a failed call is made again."""
+    """A value computed by one asynchronous call for all concurrent callers; after a failure the next caller tries
+    again."""
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make
@@ -101,6 +102,6 @@ class Once(Generic[T]):
 
 
 def settle(future: Future[None]) -> None:
-    """Complete a waiter's future unless the waiter has gone."""
+    """Complete a waiter's future unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_result(None)

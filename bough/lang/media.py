@@ -1,4 +1,4 @@
-"""Pictures and films on their way to a server."""
+"""Encodes images and videos for a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _MAGIC = (
 
 
 def data_url(source: str | bytes, default_type: str) -> str:
-    """`source` (a path, bytes, or already a URL) as a URL that a server can read without our disk."""
+    """`source` (a path, bytes, or already a URL) as a URL that a server can read without access to this machine's
+    files."""
     if isinstance(source, str) and source.startswith(("http://", "https://", "data:")):
         return source
     if isinstance(source, str):

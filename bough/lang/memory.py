@@ -1,4 +1,4 @@
-"""The data of one program state: its transcript, its variables, and how much of it the server has cached."""
+"""The data of one program state: its transcript, its variables, and the length of its cached prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Memory:
     scopes: dict[str, int] = field(default_factory=dict)
     speculation: Speculation = field(default_factory=Speculation)
     cached_chars: int = 0
-    """The server has this much of the text in its cache."""
+    """Number of first characters of the text that the server has cached."""
     fork_position: int = 0
     fork_messages: int = 0
 

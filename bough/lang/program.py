@@ -1,4 +1,4 @@
-"""`@function`: a Python function over a state, as something that can be run, batched, bound, traced and cached."""
+"""`@function`: a Python function over a state, which can be run, batched, bound, traced and cached."""
 
 from __future__ import annotations
 
@@ -256,8 +256,8 @@ class Function:
     def _precache(self, members: list[dict[str, Any]], backend: Backend) -> int:
         """Have the common prefix of a batch computed if that is worth a request; returns its length in characters.
 
-        Where the server shares what is being computed, the first member brings it. A prefix that the server refuses is left
-        to the members: each has its own error then.
+        If the server shares prefixes that are being computed, the first member computes it. If the server refuses the
+        prefix, each member gets its own error.
         """
         if len(members) < 2 or not backend.has_prefix_cache or not global_config.enable_precache_with_tracing:
             return 0

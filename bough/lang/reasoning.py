@@ -1,4 +1,4 @@
-"""Splitting a reasoning model's output into what it thought and what it answered."""
+"""Splits a reasoning model's output into reasoning and answer."""
 
 from __future__ import annotations
 

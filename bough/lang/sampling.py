@@ -1,4 +1,4 @@
-"""How a program asks for tokens: one set of sampling parameters, translated for each kind of backend."""
+"""Sampling parameters of programs, translated for each kind of backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`s`: what a program writes to and reads from, and the group of states a fork makes."""
+"""`s`: the state that a program writes and reads, and the group of states that a fork creates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOIN_MODES = ("gather_variable", "concate_and_append")
 
 
 class StateEngine(Protocol):
-    """What stands behind a state: an executor in a run, a recorder in a trace."""
+    """The implementation of a state: an executor in a run, a recorder in a trace."""
 
     number: int
 
@@ -104,7 +104,7 @@ class ProgramState:
         return self
 
     def error(self) -> BaseException | None:
-        """What made this state fail, or None."""
+        """The error of this state, or None."""
         return self._engine.error()
 
     # -- streaming

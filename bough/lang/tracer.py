@@ -1,4 +1,4 @@
-"""Runs a program without a model, to see what it would append: its graph, and the text it always begins with."""
+"""Runs a program without a model to find what it appends: its graph, and its constant prefix."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ProgramTrace:
 
 
 class _Recorder:
-    """Stands behind a traced state: records what is appended, answers reads with placeholders."""
+    """The implementation of a traced state: records what is appended, and returns placeholders for reads."""
 
     def __init__(self, tracing: _Tracing, number: int, previous: int | None) -> None:
         self.number = number

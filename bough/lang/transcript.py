@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlacedMedia:
-    """A picture or film at its place in the text: `token` stands at `position`."""
+    """An image or video in the text: `token` is at `position`."""
 
     kind: str
     url: str
@@ -28,7 +28,7 @@ class PlacedMedia:
 
 @dataclass(frozen=True, slots=True)
 class JoinedContext:
-    """KV that the server joined: text before `position` is behind `session_id`/`rid`, not to be sent again."""
+    """KV that the server joined: the text before `position` is in `session_id`/`rid`, and is not sent again."""
 
     session_id: str
     rid: str
@@ -44,9 +44,9 @@ class Prompt:
     role: str | None
     """The role being written; None outside every role."""
     partial: str
-    """What the role being written says already."""
+    """The content so far of the role being written."""
     loose_text: bool
-    """Some text stands outside every role."""
+    """Some text is outside of all roles."""
     media: tuple[PlacedMedia, ...]
     context: JoinedContext | None
 
@@ -57,7 +57,7 @@ def text_prompt(text: str) -> Prompt:
 
 
 def content_of(text: str, media: Sequence[PlacedMedia], start: int = 0) -> str | list[dict[str, Any]]:
-    """`text[start:]` as a message's content: plain, or parts in their order where it has pictures or films."""
+    """`text[start:]` as a message's content: plain, or parts in order if it has images or videos."""
     inside = [item for item in media if item.position >= start]
     if not inside:
         return text[start:]

@@ -1,4 +1,4 @@
-"""Reasoning and tool-call formats: one incremental parser each, pure text machines.
+"""Reasoning and tool-call formats: one incremental parser each, without I/O.
 
 in: text as it is generated. out: events (content, reasoning, tool calls). never: tokens, torch, I/O, exceptions over text.
 """

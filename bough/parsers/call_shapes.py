@@ -1,4 +1,4 @@
-"""How a family writes calls, for grammars: with JSON arguments, with markup around each argument, or as Python."""
+"""Tool-call formats for grammars: with JSON arguments, with markup around each argument, or as Python calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ToolCallFormat(msgspec.Struct, frozen=True, kw_only=True):
     separator: str = ""
     section_end: str = ""
     is_bare: bool = False
-    """No marker begins the section: in free text it counts only together with the first call, and there are no triggers."""
+    """The section has no marker: in free text it is recognised only together with the first call, and there are no
+    triggers."""
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +153,7 @@ def _sequence(elements: list[Json]) -> Json:
 
 
 def _value(schema: Any, shared: Json) -> Json | None:
-    """One argument's value between its tags; None: it has no way of being written that a grammar could hold it to."""
+    """The format of one argument's value between its tags; None: a grammar can't constrain it."""
     if not isinstance(schema, dict):
         return None
     choices = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -1,4 +1,4 @@
-"""Which parsers a model needs, read from its chat template."""
+"""Detects a model's parsers from its chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class _Sign(msgspec.Struct, frozen=True):
-    """A format shows in a template that has all of `all`, one of `any`, none of `none`."""
+    """A template has this format if it contains all of `all`, one of `any`, and none of `none`."""
 
     parser: str
     all: tuple[str, ...] = ()
@@ -97,10 +97,10 @@ _TOOLS = (
 
 
 def detect_reasoning_parser(chat_template: str) -> str | None:
-    """The reasoning format a chat template shows; None: none that we know."""
+    """The reasoning format of a chat template; None: unknown."""
     return next((sign.parser for sign in _REASONING if sign.shows(chat_template)), None)
 
 
 def detect_tool_parser(chat_template: str) -> str | None:
-    """The tool-call format a chat template shows; None: none that we know."""
+    """The tool-call format of a chat template; None: unknown."""
     return next((sign.parser for sign in _TOOLS if sign.shows(chat_template)), None)

@@ -1,4 +1,4 @@
-"""Events of one answer: collecting them in order, putting them together again, and the tools they are read against."""
+"""Events of one answer: collecting and merging them, and the tools of the request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call put together from its events.
+    """A call assembled from its events.
 
     `complete` is False where the model stopped inside the arguments or broke their syntax: `arguments` is then a
     prefix of JSON, left open on purpose so that no client runs a call that was cut short.
@@ -40,7 +40,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """All events of a text, put together."""
+    """All events of a text, merged."""
 
     content: str
     reasoning: str
@@ -136,8 +136,8 @@ def assemble(events: Iterable[ParsedEvent]) -> Parsed:
 
 
 def tool_specs(tools: str | Iterable[Mapping[str, Any]]) -> list[ToolSpec]:
-    """Tools from their JSON list (or its values): OpenAI's `{"type": "function", "function": {...}}`, the flat form of the
-    Responses API, or Anthropic's `input_schema`. Tools that are not functions are passed over."""
+    """Tools from their JSON list (or its values): OpenAI's `{"type": "function", "function": {...}}`, the flat form of
+    the Responses API, or Anthropic's `input_schema`. Tools that are not functions are skipped."""
     if isinstance(tools, str):
         try:
             decoded = msgspec.json.decode(tools, type=list[dict[str, Any]]) if tools.strip() else []

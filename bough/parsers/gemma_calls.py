@@ -61,7 +61,7 @@ class GemmaCall:
         return True
 
     def _between(self) -> None:
-        """Behind a value: on to what follows it in the object or list that it stands in."""
+        """After a value: continue with what follows in the enclosing object or list."""
         self._is_first = False
         self._state = self._next_key if self._stack[-1] == "{" else self._next_item
 

@@ -1,8 +1,8 @@
 """gpt-oss's harmony format: messages with a channel and, for calls, a recipient.
 
 `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`, and for a call
-`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>` (the recipient may also stand in
-the role, before the channel). One machine serves both parsers: what a role does not read, it passes on as it came.
+`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>` (the recipient may also stand in the
+role, before the channel). One state machine serves both parsers; each passes on unchanged what it does not read.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HarmonyMachine:
         )
 
     def _plain(self, text: str) -> None:
-        """Text outside of messages is content; white space between messages is nothing."""
+        """Text outside of messages is content; white space between messages is dropped."""
         if self._edge:
             bare = text.lstrip(SPACE)
             self._space.append(text[: len(text) - len(bare)])
@@ -234,7 +234,8 @@ class HarmonyMachine:
 
 
 class HarmonyReasoningParser(HarmonyMachine):
-    """Analysis becomes Reasoning, final and preambles Content; calls pass through as they came, for a tool parser."""
+    """Analysis becomes Reasoning, final and preambles become Content; calls are passed on unchanged for a tool
+    parser."""
 
     def __init__(self, *, force_reasoning: bool = False, stream_reasoning: bool = True) -> None:
         super().__init__(sink=EventSink(hold_reasoning=not stream_reasoning), reads_reasoning=True, calls=None)
@@ -250,7 +251,7 @@ class HarmonyReasoningParser(HarmonyMachine):
 
 
 class HarmonyToolParser(HarmonyMachine):
-    """Calls to functions; analysis passes through as it came, final and preambles lose their headers."""
+    """Reads calls to functions; analysis is passed on unchanged, final and preambles lose their headers."""
 
     def __init__(self, tools: Sequence[ToolSpec] = (), new_id: IdFactory | None = None) -> None:
         sink = EventSink()

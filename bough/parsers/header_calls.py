@@ -13,18 +13,18 @@ from bough.parsers.scan import Cursor, Markers, markers_of
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """How the header reads, after the call's opening marker."""
+    """The format of the header after the call's opening marker."""
 
     kind: tuple[str, str] | None = None
     """A word and the marker behind it, before the name (`function<sep>`)."""
     name_ends: tuple[str, ...]
-    """What ends the name. A `{`, a line break or a fence is left to what follows."""
+    """The text that ends the name. A `{`, a line break or a fence is not consumed."""
     id_marker: str = ""
     """Between name and arguments may stand this marker and an id."""
     fence: bool = False
     """The arguments stand in a fenced block."""
     empty_before: tuple[str, ...] = ()
-    """Where one of these stands in place of the arguments, they are empty."""
+    """Texts in place of the arguments that mean empty arguments."""
     read_name: Callable[[str], tuple[str, str | None]] = lambda text: (text, None)
     """Name and id from the header's text."""
     id_again: str = ""

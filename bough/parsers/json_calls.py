@@ -15,13 +15,13 @@ _MAX_KEY = 1024
 
 
 class CallKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Which keys of the object carry what."""
+    """The keys of the call object."""
 
     name: tuple[str, ...] = ("name",)
     arguments: tuple[str, ...] = ("arguments", "parameters")
     id: tuple[str, ...] = ()
     nested: tuple[str, ...] = ("function",)
-    """The call may stand one level down, under one of these."""
+    """Keys under which the call may be nested."""
     is_name_the_key: bool = False
     """The object is `{"<tool's name>": {<arguments>}}`."""
     arguments_required: bool = False

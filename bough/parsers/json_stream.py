@@ -1,4 +1,4 @@
-"""A JSON value that arrives in pieces: validated, mended where models commonly slip, passed on at once."""
+"""A JSON value that arrives in pieces: validated, repaired where models commonly err, and passed on at once."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ class _At(Enum):
 
 
 class JsonStream:
-    """Consumes exactly one JSON value; `take()` hands out its text as far as it is certain.
-
-    Mended on the way: raw control characters and unknown escapes in strings, trailing commas, Python's True, False
-    and None. Anything else that is not JSON fails; `pending()` is then what was consumed but not handed out. The output
-    of a finished stream is always valid JSON, of an unfinished one always a prefix of it.
+    """Consumes exactly one JSON value; `take()` returns its text as far as it is certain. Repaired: raw control
+    characters and unknown escapes in strings, trailing commas, Python's True, False and None. Anything else that is not
+    JSON fails; `pending()` is then what was consumed but not handed out. The output of a finished stream is always
+    valid JSON, of an unfinished one always a prefix of it.
     """
 
     def __init__(self) -> None:
@@ -79,13 +78,14 @@ class JsonStream:
         return self._at is _At.FAILED
 
     def consume(self, text: str, pos: int) -> int:
-        """Consume from `pos`; returns where it stopped: the end of the text, of the value, or the offending character."""
+        """Consumes from `pos`; returns the position where it stopped: the end of the text, of the value, or the invalid
+        character."""
         while pos < len(text) and self._at is not _At.DONE and self._at is not _At.FAILED:
             pos = self._steps[self._at](text, pos)
         return pos
 
     def close(self) -> None:
-        """The text is over: a number or word at the top level is whole now; anything else unfinished fails."""
+        """Ends the text: a number or word at the top level is now complete; any other unfinished value fails."""
         if self._at in (_At.NUMBER, _At.WORD) and not self._stack:
             self._end_token()
         if self._at is not _At.DONE:

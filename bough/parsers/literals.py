@@ -11,11 +11,11 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class NotLiteral(ValueError):
-    """The expression is more than a literal, or has no JSON form."""
+    """The expression is not a literal, or has no JSON form."""
 
 
 def literal_to_json(text: str) -> str | None:
-    """JSON of a Python literal, None if it is none."""
+    """JSON of a Python literal; None if the text is not a literal."""
     try:
         return dump(value_of(parse_expression(text)))
     except NotLiteral:
@@ -24,7 +24,7 @@ def literal_to_json(text: str) -> str | None:
 
 def parse_expression(text: str) -> ast.expr:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "\d" and the like: the model's business
+        warnings.simplefilter("ignore")  # invalid escapes such as "\d" are kept as the model wrote them
         try:
             return ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

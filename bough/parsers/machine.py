@@ -1,7 +1,6 @@
-"""The machine under every tool-call parser: content, an opening marker, a body that reads calls, closing markers.
-
-A format is a set of markers plus a body; the machine keeps what was consumed since the opening marker until a call is
-certain, and hands it back as content when none is. Nothing is ever read twice, so time is linear in the text.
+"""The state machine of all tool-call parsers: content, an opening marker, a body that reads calls, closing markers. A
+format is a set of markers plus a body; the machine keeps the text since the opening marker until a call is certain, and
+emits it as content if there is none. No text is read twice, so the time is linear.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def new_call_id() -> str:
 
 
 def new_short_id() -> str:
-    """Mistral's templates take nine alphanumeric characters and nothing else."""
+    """Ids have nine alphanumeric characters, because Mistral's templates accept no others."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
@@ -39,10 +38,9 @@ def is_name(text: str) -> bool:
 class Status(Enum):
     RUNNING = 0
     DONE = 1
-    """The calls are read, or there were none and nothing of it is content; what follows is content, closing markers or the
-    next call."""
+    """The body is complete: its calls were read, or it was empty. Content, closing markers or the next call follow."""
     BROKEN = 2
-    """This is no call after all."""
+    """The text turned out not to be a call."""
 
 
 class Calls:
@@ -78,7 +76,7 @@ class Calls:
         self.settled = True
 
     def cut(self) -> None:
-        """The call stopped short: it gets no end."""
+        """The call is incomplete: it gets no end event."""
         self.active = False
         self.settled = True
 
@@ -89,7 +87,7 @@ class Calls:
 
 
 class Body(Protocol):
-    """Reads the calls behind an opening marker."""
+    """Reads the calls after an opening marker."""
 
     status: Status
     spill: str
@@ -111,7 +109,7 @@ class ToolParser(ABC):
     closers: ClassVar[tuple[str, ...]] = ()
     """Markers that may follow calls; each is dropped once, wherever it comes."""
     weak_closers: ClassVar[tuple[str, ...]] = ()
-    """Dropped only directly behind a call: they mean something in content."""
+    """Dropped only directly after a call, because they have a meaning in content."""
     never_content: ClassVar[tuple[str, ...]] = ()
     """Special tokens of the format that are dropped wherever they stray into content."""
     separators: ClassVar[str] = ""
@@ -279,7 +277,7 @@ class ToolParser(ABC):
         return more
 
     def _give_up(self) -> None:
-        """No call after all: what was held is content, and reading goes on where it stopped."""
+        """The text was not a call: held text becomes content, and parsing continues where it stopped."""
         self._body = None
         raw = "".join(self._raw)
         self._raw.clear()

@@ -1,4 +1,5 @@
-"""Reasoning: a section between delimiters, before the answer. The formats are a table; one machine reads them."""
+"""Reasoning: a section between delimiters, before the answer. Formats are in a table; one state machine reads all of
+them."""
 
 from __future__ import annotations
 
@@ -231,7 +232,7 @@ class DelimitedReasoningParser:
 
 
 class UnseparatedReasoningParser:
-    """All is Content, behind the start of the section if the prompt ended with it."""
+    """Everything is Content, preceded by the start of the section if the prompt ended with it."""
 
     in_reasoning = False
 

@@ -33,7 +33,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     trim: str = ""
     """Characters next to the delimiters that belong to them; all other white space is kept as the model wrote it."""
     stays_content: bool = False
-    """Nothing is separated: the section stays part of the answer, behind the start that ended the prompt."""
+    """The section is not separated: it stays part of the answer, after the start delimiter with which the prompt
+    ended."""
     needs_special_tokens: bool = False
     harmony: bool = False
 

@@ -1,4 +1,4 @@
-"""One answer, from text to events: reasoning first, then tool calls in what is left."""
+"""Parses one answer: reasoning first, then tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ResponseParser:
         return self._pass_on(self._reasoning.feed(text) if self._reasoning else [Content(text)] if text else [], False)
 
     def finish(self) -> list[ParsedEvent]:
-        """The text is over; nothing may be fed afterwards."""
+        """Ends the text; `feed` must not be called afterwards."""
         return self._pass_on(self._reasoning.finish() if self._reasoning else [], True)
 
     def _pass_on(self, events: list[ParsedEvent], last: bool) -> list[ParsedEvent]:
@@ -105,7 +105,7 @@ class ResponseParser:
         return sink.take()
 
     def _tell(self, event: ParsedEvent, sink: EventSink) -> None:
-        """Hands an event on, unless it is of a call to leave out; the others are numbered without gaps."""
+        """Passes an event on, unless it belongs to a dropped call; the other calls are renumbered without gaps."""
         if self._known_tools is None or isinstance(event, Content | Reasoning):
             sink.add(event)
             return

@@ -65,7 +65,7 @@ def markers_of(*markers: str) -> Markers:
 
 
 class Cursor:
-    """The text not yet consumed. What stays behind between two feeds is short: a piece of a marker or of a name."""
+    """The text not yet consumed. The rest between two feeds is short: a part of a marker or of a name."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -102,7 +102,8 @@ class Cursor:
         return word, end
 
     def no_word(self, ends: Markers, longest: int, *, spaces: bool = False) -> bool:
-        """Whether `word`, which found nothing, never will: too long already, or white space inside unless `spaces`."""
+        """Whether `word`, which found nothing, can't succeed any more: the text is too long, or has white space
+        although not `spaces`."""
         length = min(ends.partial(self.text, self.pos) - self.pos, longest + 1)
         return length > longest or (not spaces and len(self.text[self.pos : self.pos + length].split()) > 1)
 

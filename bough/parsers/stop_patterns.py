@@ -32,7 +32,7 @@ class BadPattern(ValueError):
 
 
 class TooMuchWork(Exception):
-    """The patterns follow too many ways through this text."""
+    """The patterns exceed their budget of work on this text."""
 
 
 class PatternMatch(NamedTuple):

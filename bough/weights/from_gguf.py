@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a mapped file. The mapping lives as long as somebody holds its blocks."""
+    """One tensor of a mapped file. The mapping lives as long as its blocks are referenced."""
 
     name: str
     kind: str

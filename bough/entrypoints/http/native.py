@@ -296,7 +296,7 @@ def _patience(given: str) -> float:
 
 
 def _deadline_ms(data: dict[str, Any]) -> float | None:
-    """Removes the field from the body, because it concerns this call and not the answer."""
+    """Takes `deadline_ms` out of the body, because it concerns this call and not the answer."""
     given = data.pop("deadline_ms", None)
     if given is not None and (isinstance(given, bool) or not isinstance(given, int | float)):
         raise InvalidRequest(

@@ -20,7 +20,8 @@ _KNOWN = {"max_new_tokens", "stop", "temperature", "top_p", "top_k", "json_schem
 
 
 class Anthropic(Backend):
-    """Talks to `{base_url}/v1/messages`. `prefill=True` for models that continue an assistant message they are given."""
+    """Sends requests to `{base_url}/v1/messages`. `prefill=True` for models that continue an assistant message they are
+    given."""
 
     is_chat = True
 

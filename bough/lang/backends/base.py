@@ -1,4 +1,4 @@
-"""The contract between the interpreter and whatever generates text."""
+"""The interface between the interpreter and a backend that generates text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class JoinResult:
-    """Where the joined KV is; without a context `why` says what made the join fall back to text."""
+    """The joined KV; without a context, `why` is the reason that the join fell back to text."""
 
     context: JoinedContext | None
     why: str = ""
@@ -39,14 +39,14 @@ class Backend(ABC):
     """Generates for programs. Its coroutines may be awaited on any event loop, many at a time."""
 
     is_chat: bool = False
-    """Sees a conversation's messages instead of one text."""
+    """Whether it takes the messages of a conversation instead of one text."""
     has_prefix_cache: bool = False
     """`async_cache_prefix` makes later prompts with that prefix cheaper."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """For error messages: what this backend is."""
+        """The backend's name in error messages."""
 
     @abstractmethod
     async def async_generate(self, prompt: Prompt, params: SamplingParams) -> Generation:
@@ -63,7 +63,7 @@ class Backend(ABC):
         raise self.unsupported("select", "it reports no log-probabilities and follows no schema")
 
     async def async_chat_template(self) -> ChatTemplate:
-        """How roles are written into the text of a state; known without a request from then on."""
+        """The chat template with which roles are written into the text of a state; cached after the first call."""
         template = self.known_chat_template()
         assert template is not None
         return template
@@ -77,7 +77,7 @@ class Backend(ABC):
         return
 
     async def async_shares_in_flight(self) -> bool:
-        """Whether prompts that arrive together and begin alike have their beginning computed once, unasked."""
+        """Whether the server computes a common prefix of concurrent prompts only once."""
         return False
 
     async def async_flush_cache(self) -> None:
@@ -87,7 +87,7 @@ class Backend(ABC):
         raise self.unsupported("get_server_info", "it has no such information")
 
     async def async_separate_reasoning(self, text: str, model_type: str) -> tuple[str, str]:
-        """(reasoning, answer) of a generated text whose format the language doesn't know itself."""
+        """(reasoning, answer) of a generated text, for formats that the language does not parse itself."""
         raise self.unsupported(
             f"separate_reasoning(model_type={model_type!r})",
             f"model types known without a server are {', '.join(REASONING_FORMATS)}",
@@ -114,7 +114,7 @@ class Backend(ABC):
         return self.known_chat_template() or run_sync(self.async_chat_template())
 
     def shutdown(self) -> None:
-        """Give back what the backend holds: connections, a server it started."""
+        """Release the backend's resources: connections, a server it started."""
         return
 
     def unsupported(self, construct: str, why: str, fix: str = "") -> Unsupported:
@@ -127,7 +127,7 @@ class Backend(ABC):
 
 
 def conversation(prompt: Prompt, backend: Backend, *, prefill: bool) -> list[Message]:
-    """The messages to send to a chat API, or a clear refusal of what such an API can't express.
+    """The messages for a chat API. Raises for what such an API can't express.
 
     A program without roles becomes one user message. `prefill`: the API continues an assistant message it is given.
     """
@@ -162,7 +162,7 @@ def conversation(prompt: Prompt, backend: Backend, *, prefill: bool) -> list[Mes
 async def select_by_schema(
     backend: Backend, prompt: Prompt, choices: Sequence[str], temperature: float, method: ChoicesSamplingMethod
 ) -> ChoicesDecision:
-    """Choose through structured output, for chat APIs: they tell no likelihoods of given texts."""
+    """Choose through structured output, for chat APIs, which report no likelihoods of given texts."""
     if not isinstance(method, TokenLengthNormalized):
         raise backend.unsupported(
             f"select with {type(method).__name__}", "a chat API reports no log-probabilities of choices"

@@ -12,10 +12,10 @@ from bough.lang.loop import run_sync
 
 
 class RuntimeEndpoint(NativeBackend):
-    """Talks to `base_url` over the native HTTP API. Nothing is sent before the first use.
+    """Sends requests to `base_url` over the native HTTP API. Nothing is sent before the first use.
 
-    `verify` is False to accept any certificate, or the path of the certificates to trust. `chat_template_name` takes
-    the place of the template that the server's model brings.
+    `verify` is False to accept any certificate, or the path of the certificates to trust. `chat_template_name` replaces
+    the template of the server's model.
     """
 
     def __init__(

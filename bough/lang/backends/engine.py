@@ -37,7 +37,7 @@ class JoiningEngine(Protocol):
 
 
 class EngineBackend(NativeBackend):
-    """Runs programs on an engine object; the engine stays its owner's, who shuts it down."""
+    """Runs programs on an engine object, which the caller must shut down."""
 
     text_in_logprobs = False
 

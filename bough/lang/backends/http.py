@@ -1,4 +1,4 @@
-"""HTTP with few connections, clear errors and server-sent events; one client an event loop."""
+"""HTTP with a limited number of connections, clear errors and server-sent events; one client per event loop."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._clients: dict[asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]] = {}
         self._lock = threading.Lock()
-        """Of the clients: loops run in threads of their own."""
+        """Protects the clients: loops run in separate threads."""
 
     async def get(self, path: str) -> Any:
         return await self._json("GET", path, None)
@@ -89,7 +89,7 @@ class HttpClient:
 
     @asynccontextmanager
     async def _response(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx.Response]:
-        """An answered request with a good status; connection errors and bad statuses become `BackendError`."""
+        """A response with a successful status; connection errors and other statuses become `BackendError`."""
         import httpx
 
         client, slots = self._client()
@@ -113,7 +113,7 @@ class HttpClient:
     async def _send(
         self, client: httpx.AsyncClient, method: str, url: str, body: Mapping[str, Any] | None
     ) -> httpx.Response:
-        """Send; again where the server had closed the idle connection we took, or says that it is busy for now."""
+        """Send a request; retry if the server had closed the idle connection, or reports that it is busy."""
         import httpx
 
         content: dict[str, Any] = {"json": body} if body is not None else {}
@@ -151,7 +151,7 @@ class HttpClient:
         return pair
 
     def _pool(self) -> dict[str, Any]:
-        """One lane a connection; httpx's own pool where the environment names a proxy for the server."""
+        """A pool with one lane per connection; httpx's own pool if the environment names a proxy for the server."""
         tls = _tls(self._verify)
         proxied = urlsplit(self.base_url).hostname not in _LOOPBACK and getproxies()
         if not proxied:
@@ -187,7 +187,7 @@ def _tls(verify: bool | str) -> ssl.SSLContext:
 
 
 def retry_delay_s(retry_after: str | None, attempt: int) -> float:
-    """How long to wait before asking a busy server again: what it says, else longer each time."""
+    """Seconds to wait before retrying on a busy server: its `Retry-After`, otherwise exponential backoff."""
     try:
         return min(float(retry_after or ""), 30.0)
     except ValueError:

@@ -16,7 +16,8 @@ from bough.lang.transcript import Prompt
 
 
 class LiteLLM(Backend):
-    """Calls `litellm.acompletion(model=model_name, ...)`; `options` (api_key, api_base, ...) go along with every call."""
+    """Calls `litellm.acompletion(model=model_name, ...)`; `options` (api_key, api_base, ...) are passed with every
+    call."""
 
     is_chat = True
 

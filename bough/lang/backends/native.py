@@ -1,4 +1,4 @@
-"""What every backend that speaks the native generate protocol shares; only the transport differs."""
+"""Shared code of all backends with the native generate protocol; only the transport differs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NativeBackend(Backend):
 
     @abstractmethod
     async def async_model_info(self) -> dict[str, Any]:
-        """What the server says about its model."""
+        """The server's description of its model."""
 
     @abstractmethod
     async def call_join(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,8 @@ class NativeBackend(Backend):
         await self.call(self._prefill_body(prompt))
 
     async def async_shares_in_flight(self) -> bool:
-        """A bough server with a prefix cache does: a request waits while another one computes its beginning."""
+        """True for a bough server with a prefix cache: a request waits while another one computes their common
+        prefix."""
         return (await self._server_info.get()).get("radix_cache") is True
 
     async def async_chat_template(self) -> ChatTemplate:
@@ -148,7 +149,7 @@ class NativeBackend(Backend):
     async def async_concatenate_and_append(
         self, parent: Prompt, branches: Sequence[Prompt], position_ids_offset: Sequence[int] | None
     ) -> JoinResult:
-        """Make parent and branches resident under request ids of their own, then ask the server to join their KV."""
+        """Prefill parent and branches under their own request ids, then let the server join their KV."""
         if not global_config.enable_parallel_encoding:
             return JoinResult(None, "global_config.enable_parallel_encoding is off")
         if not (await self._server_info.get()).get("kv_join"):
@@ -186,7 +187,7 @@ class NativeBackend(Backend):
         }
 
     def _media_fields(self, prompt: Prompt, batch: int | None) -> dict[str, Any]:
-        """Pictures, films and the joined context that belong to the text sent; `batch`: once for each text."""
+        """Images, videos and the joined context of the text; `batch`: one entry per text."""
         fields: dict[str, Any] = {}
         for kind in ("image", "video"):
             items = [item for item in prompt.media if item.kind == kind and item.position >= _sent_from(prompt)]
@@ -217,7 +218,7 @@ def _positioned(reply: dict[str, Any]) -> dict[int, TokenLogprob]:
 
 
 def _checked(reply: dict[str, Any]) -> dict[str, Any]:
-    """The reply, unless the server gave the request up."""
+    """The reply. Raises if the server aborted the request."""
     reason = reply["meta_info"].get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort":
         raise BackendError(

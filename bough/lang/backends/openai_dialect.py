@@ -1,4 +1,4 @@
-"""Sampling parameters and replies in the words of OpenAI's API, which many servers and libraries speak."""
+"""Sampling parameters and replies in the format of OpenAI's API, which many servers and libraries use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HANDLED = {"max_new_tokens", "stop", "return_logprob", "top_logprobs_num", "ret
 def request_fields(
     params: SamplingParams, backend: Backend, *, chat: bool, extensions: bool, max_tokens_field: str = "max_tokens"
 ) -> dict[str, Any]:
-    """The request's fields beside prompt and model; what the API has no word for is refused, never dropped."""
+    """The request's fields apart from prompt and model. Raises for parameters that the API does not have."""
     body: dict[str, Any] = {max_tokens_field: params.max_new_tokens}
     if params.stop:
         body["stop"] = list(params.stop)

@@ -1,4 +1,4 @@
-"""From what a caller hands over as a backend to a `Backend`."""
+"""Turns the `backend` argument of a caller into a `Backend`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of one's own, started and stopped with the program."""
+"""A server that is started and stopped with the program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bough.lang.loop import run_sync
 
 
 class RemoteTokenizer:
-    """The tokenizer of a server's model, asked over HTTP."""
+    """The tokenizer of a server's model, over HTTP."""
 
     def __init__(self, endpoint: RuntimeEndpoint) -> None:
         self._endpoint = endpoint
@@ -37,7 +37,7 @@ class Runtime:
     """Starts `python -m bough.launch_server` with the given arguments and waits until it is ready.
 
     Arguments are the server's flags with underscores (`model_path="...", tp_size=2`). Use it as a context manager or
-    call `shutdown()`; it also stops with the process. Pass it wherever a backend is asked for.
+    call `shutdown()`; it also stops with the process. Pass it wherever a backend is expected.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def read_region(spec: TensorSpec, region: Region, stored: Stored, device: torch.
 
 
 def scale_check(spec: TensorSpec) -> Callable[[Stored], None] | None:
-    """Reads scales and raises `WeightsError` if one is no number that a scale can be."""
+    """Reads scales and raises `WeightsError` if one is not finite."""
     return _check_scales if spec.is_scale else None
 
 

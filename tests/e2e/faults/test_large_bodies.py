@@ -92,7 +92,7 @@ def warm(steady: Server) -> Server:
 
 
 @pytest.mark.parametrize("kind", [*BODIES, *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG)])
-def test_large_bodies_hold_nobody_up(warm: Server, kind: str) -> None:
+def test_large_bodies_delay_no_other_request(warm: Server, kind: str) -> None:
     path, make, status = {**BODIES, **LONG}[kind]
     raw = make()
     assert len(raw) <= 16 * 1024 * 1024
@@ -129,7 +129,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", WITH_MEDIA)
-def test_large_bodies_with_media_hold_nobody_up(seeing: Server, kind: str) -> None:
+def test_large_bodies_with_media_delay_no_other_request(seeing: Server, kind: str) -> None:
     path, make, status = WITH_MEDIA[kind]
     judge(seeing, path, make(), status)
 

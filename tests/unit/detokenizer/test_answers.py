@@ -315,7 +315,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_patterns_of_one_request_hold_nobody_up(smollm: Tokenizer, kind: str) -> None:
+def test_patterns_of_one_request_delay_no_other(smollm: Tokenizer, kind: str) -> None:
     """64 answers watched for 32 patterns, beside somebody else's stream: no turn takes long, whatever becomes of them."""
     answers = Answers(smollm)
     for number in range(1, 65):

@@ -59,7 +59,7 @@ def chat_request(asked: CountTokensRequest) -> ChatRequest:
 
 
 def _is_prefill(last: Json) -> bool:
-    """Prefill of the answer: the model continues the given beginning."""
+    """Whether the last message is the given beginning of the answer (a prefill), which the model continues."""
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
@@ -296,7 +296,7 @@ def _thinking(thinking: Json | None) -> tuple[bool, int | None]:
             if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
                 return True, budget
             raise bad_field(
-                "thinking.budget_tokens is no number of tokens", "it must be positive", "thinking.budget_tokens"
+                "thinking.budget_tokens is not a number of tokens", "it must be positive", "thinking.budget_tokens"
             )
         case other:
             raise bad_field(
