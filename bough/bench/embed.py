@@ -124,8 +124,8 @@ def _cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="directory or hub id; default: the packaged MiniLM")
-    parser.add_argument("--batch", type=int, default=64, help="texts a call")
-    parser.add_argument("--rounds", type=int, default=8, help="calls that are timed")
+    parser.add_argument("--batch", type=int, default=64, help="texts per call (default: 64)")
+    parser.add_argument("--rounds", type=int, default=8, help="number of timed calls (default: 8)")
     parser.add_argument(
         "--threads", type=int, default=0, help="CPU threads of both sides; default: each one's own choice"
     )

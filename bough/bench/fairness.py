@@ -61,13 +61,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument("--streams", type=int, default=16, metavar="N", help="other users (default: 16)")
+    made.add_argument("--streams", type=int, default=16, metavar="N", help="number of other users (default: 16)")
     made.add_argument("--input-len", type=int, default=256, metavar="N", help="tokens of their prompts (default: 256)")
-    made.add_argument("--prompt-len", type=int, default=130_000, metavar="N", help="the long prompt (default: 130000)")
-    made.add_argument("--idle-seconds", type=float, default=5.0, metavar="X", help="alone (default: 5)")
+    made.add_argument(
+        "--prompt-len", type=int, default=130_000, metavar="N", help="tokens of the long prompt (default: 130000)"
+    )
+    made.add_argument(
+        "--idle-seconds", type=float, default=5.0, metavar="X", help="seconds without the long prompt (default: 5)"
+    )
     made.add_argument("--seconds", type=float, default=20.0, metavar="X",
-                      help="beside it at most; it is given up then (default: 20)")  # fmt: skip
-    made.add_argument("--seed", type=int, default=1, help="of the prompts (default: 1)")
+                      help="maximum seconds with the long prompt, which is then aborted (default: 20)")  # fmt: skip
+    made.add_argument("--seed", type=int, default=1, help="seed of the prompts (default: 1)")
     made.add_argument("--json", action="store_true", help="print the numbers as JSON")
     made.add_argument("--check", action="store_true",
                       help=f"exit with 1 if p99 time per token grows more than {MOST_RATIO:g}-fold, or a short prompt "

@@ -244,11 +244,13 @@ def main() -> int:
     parser = CommandParser(
         prog="bough bench frontend", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (%(default)s)")
-    parser.add_argument("--clients", type=int, default=64, help="that wait for whole answers (%(default)s)")
-    parser.add_argument("--streams", type=int, default=128, help="streams at once (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=256, help="in a stream (%(default)s)")
-    parser.add_argument("--tick-ms", type=float, default=2.0, help="between the fake engine's tokens (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per measurement (%(default)s)")
+    parser.add_argument("--clients", type=int, default=64, help="clients that wait for whole answers (%(default)s)")
+    parser.add_argument("--streams", type=int, default=128, help="concurrent streams (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per stream (%(default)s)")
+    parser.add_argument(
+        "--tick-ms", type=float, default=2.0, help="milliseconds between tokens of the fake engine (%(default)s)"
+    )
     parser.add_argument(
         "--path", default="/generate", choices=["/generate", "/v1/completions", "/v1/chat/completions"], help="route"
     )

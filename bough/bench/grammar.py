@@ -35,10 +35,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--batch-size", "--batch", type=int, nargs="+", default=[1, 8], metavar="N")
     made.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer (default: 64)")
-    made.add_argument("--requests", type=int, default=4, metavar="N", help="whose steps are counted (default: 4)")
     made.add_argument(
-        "--repeat", type=int, default=3, metavar="N", help="of each timing; the median is shown (default: 3)"
+        "--requests", type=int, default=4, metavar="N", help="requests whose steps are counted (default: 4)"
     )
+    made.add_argument("--repeat", type=int, default=3, metavar="N", help="repeats; the median is shown (default: 3)")
     made.add_argument("--json", action="store_true", help="print one JSON object a line")
     return made
 

@@ -49,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device-ms", type=float, default=4.4, help="a step's time on the device (%(default)s)")
     made.add_argument("--spin-ms", type=float, default=2.0, help="busy part of the engine's waits (%(default)s)")
-    made.add_argument("--requests", type=int, default=200, help="lone requests (%(default)s)")
-    made.add_argument("--gap-ms", type=float, default=5.0, help="between them (%(default)s)")
-    made.add_argument("--prompt", type=int, nargs="+", default=[512, 2048], help="ids a prompt (%(default)s)")
+    made.add_argument("--requests", type=int, default=200, help="number of single requests (%(default)s)")
+    made.add_argument("--gap-ms", type=float, default=5.0, help="milliseconds between requests (%(default)s)")
+    made.add_argument("--prompt", type=int, nargs="+", default=[512, 2048], help="tokens per prompt (%(default)s)")
     made.add_argument("--batch", type=int, default=512, help="prompts of the batch; 0: none (%(default)s)")
-    made.add_argument("--batch-prompt", type=int, default=1024, help="ids of each (%(default)s)")
+    made.add_argument("--batch-prompt", type=int, default=1024, help="tokens per prompt of the batch (%(default)s)")
     made.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return made
 

@@ -367,8 +367,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="bough bench images", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=["auto", "full", "tiny"], default="auto", help="auto: full on a GPU")
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of pixels and texts")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of pixels and texts")
     parser.add_argument("--url", default="", help="ask this server instead")
     parser.add_argument("--ids", default="151652,151655,151653", help="with --url: ids that stand for an image")
     parser.add_argument("--image", default="952x1288", help="with --url: height x width of the image")

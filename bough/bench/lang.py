@@ -186,8 +186,8 @@ def parser() -> argparse.ArgumentParser:
             "--" + name.replace("_", "-"), type=int, default=default, metavar="N", help=f"(default: {default})"
         )
     made.add_argument("--only", default="", metavar="NAMES", help=f"some of {', '.join(WORK)}, with commas between")
-    made.add_argument("--repeat", type=int, default=3, metavar="N", help="turns of each (default: 3)")
-    made.add_argument("--seed", type=int, default=1, help="of the texts (default: 1)")
+    made.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each (default: 3)")
+    made.add_argument("--seed", type=int, default=1, help="seed of the texts (default: 1)")
     made.add_argument("--json", action="store_true", help="print the numbers as JSON")
     made.add_argument("--check", action="store_true",
                       help="fail unless the language is as fast, and computes half as much where it can save")  # fmt: skip

@@ -34,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--batch-size", "--batch", type=int, nargs="+", default=[1, 8], metavar="N")
     made.add_argument("--input-len", type=int, nargs="+", default=[128, 1024], metavar="N")
-    made.add_argument("--output-len", type=int, nargs="+", default=[32], metavar="N", help="at least 2")
-    made.add_argument("--repeat", type=int, default=3, metavar="N", help="of each; the median is shown (default: 3)")
-    made.add_argument("--seed", type=int, default=1, help="of the prompts (default: 1)")
+    made.add_argument("--output-len", type=int, nargs="+", default=[32], metavar="N", help="tokens, at least 2")
+    made.add_argument("--repeat", type=int, default=3, metavar="N", help="repeats; the median is shown (default: 3)")
+    made.add_argument("--seed", type=int, default=1, help="seed of the prompts (default: 1)")
     made.add_argument("--json", action="store_true", help="print one JSON object a line")
     return made
 

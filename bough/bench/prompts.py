@@ -101,15 +101,15 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, default: str, num_prom
     group.add_argument("--sharegpt-context-len", type=_positive, default=2048, metavar="N",
                        help="leave out conversations that are longer")  # fmt: skip
     group.add_argument("--gsp-num-groups", type=_positive, default=8, metavar="N",
-                       help="shared-prefix: groups, each with a beginning of its own")  # fmt: skip
+                       help="shared-prefix: number of groups, each with its own prefix")  # fmt: skip
     group.add_argument("--gsp-prompts-per-group", type=_positive, default=16, metavar="N",
                        help="shared-prefix: prompts in a group (--num-prompts does not count there)")  # fmt: skip
     group.add_argument("--gsp-system-prompt-len", type=_positive, default=2048, metavar="N",
                        help="shared-prefix: tokens that a group shares")  # fmt: skip
     group.add_argument("--gsp-question-len", type=_positive, default=128, metavar="N",
-                       help="shared-prefix: tokens of each prompt's own")  # fmt: skip
+                       help="shared-prefix: tokens of each prompt after the prefix")  # fmt: skip
     group.add_argument("--gsp-output-len", type=_positive, default=64, metavar="N")
-    group.add_argument("--seed", type=int, default=1, help="of the prompts and the arrivals (default: 1)")
+    group.add_argument("--seed", type=int, default=1, help="seed of the prompts and the arrivals (default: 1)")
 
 
 def make_prompts(options: argparse.Namespace, vocabulary: WordList) -> list[BenchPrompt]:

@@ -149,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--models", type=Path, default=Path("benchmarks/models"), help="directory with the configurations"
     )
-    made.add_argument("--only", nargs="+", default=list(RUNS), help=f"of {', '.join(RUNS)}")
-    made.add_argument("--repeats", type=int, default=3, help="of each workload (default: 3)")
+    made.add_argument("--only", nargs="+", default=list(RUNS), help=f"some of {', '.join(RUNS)}")
+    made.add_argument("--repeats", type=int, default=3, help="repeats of each workload (default: 3)")
     made.add_argument("--engine", default="bough", help="bough (default) or module:factory")
     made.add_argument("--json", type=Path, help="also append the rows there, a JSON object per line")
     made.add_argument("--run", default="", help=argparse.SUPPRESS)  # in the process that runs one engine

@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bough bench roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, required=True, help="of the workloads")
-    parser.add_argument("--workloads", type=int, default=16, help="per model (default: 16)")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the workloads")
+    parser.add_argument("--workloads", type=int, default=16, help="workloads per model (default: 16)")
     parser.add_argument("--models", nargs="+", default=[], help="names of shapes (default: all)")
     parser.add_argument("--minutes", type=float, default=12.0, help="workloads that would begin later are left out")
     parser.add_argument("--kind", choices=["decode", "prefill"], help="only these workloads")

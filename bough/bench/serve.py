@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--backend", choices=ALIASES, default="native", metavar="NAME",
                        help="native (/generate), openai (/v1/completions) or openai-chat; also sglang, sglang-oai, "
                             "sglang-oai-chat, vllm, vllm-chat (default: native)")  # fmt: skip
-    where.add_argument("--model", default="", metavar="NAME", help="default: the first that the server names")
+    where.add_argument("--model", default="", metavar="NAME", help="model name (default: the server's first)")
     where.add_argument("--api-key", default=os.environ.get("BOUGH_API_KEY", os.environ.get("OPENAI_API_KEY", "")),
                        metavar="KEY", help="default: BOUGH_API_KEY or OPENAI_API_KEY")  # fmt: skip
     where.add_argument("--tokenizer", default="", metavar="PATH",
@@ -51,17 +51,31 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--request-rate", type=_rate, default=math.inf, metavar="X",
                      help="requests per second, or inf: all at once (default)")  # fmt: skip
     how.add_argument("--arrival", choices=("poisson", "fixed"), default="poisson",
-                     help="how a finite rate is spread (default: poisson)")  # fmt: skip
-    how.add_argument("--max-concurrency", type=int, default=0, metavar="N", help="never more at once (default: no cap)")
-    how.add_argument("--warmup-requests", type=int, default=1, metavar="N", help="sent first, not counted (default: 1)")
+                     help="distribution of arrivals at a finite rate (default: poisson)")  # fmt: skip
+    how.add_argument(
+        "--max-concurrency",
+        type=int,
+        default=0,
+        metavar="N",
+        help="maximum number of requests in flight (default: no limit)",
+    )
+    how.add_argument(
+        "--warmup-requests", type=int, default=1, metavar="N", help="requests before the run, not counted (default: 1)"
+    )
     how.add_argument("--flush-cache", action="store_true", help="empty the server's prefix cache before each run")
     how.add_argument("--disable-stream", action="store_true", help="whole answers: only E2E can be measured then")
     how.add_argument("--disable-ignore-eos", action="store_true", help="let the model end answers early")
     how.add_argument("--extra-request-body", type=_object, default={}, metavar="JSON",
                      help='more fields for each request, e.g. \'{"sampling_params": {"temperature": 0.7}}\'')  # fmt: skip
-    how.add_argument("--client-processes", type=int, default=1, metavar="N", help="share the sending (default: 1)")
+    how.add_argument(
+        "--client-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="client processes that send the requests (default: 1)",
+    )
     how.add_argument("--repeat", type=int, default=1, metavar="N",
-                     help="run N times; says the mean and its 95 %% interval")  # fmt: skip
+                     help="run N times; report the mean and its 95 %% interval")  # fmt: skip
     results = made.add_argument_group("what is shown")
     results.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                       help="count requests within limits, e.g. ttft:200 tpot:50 e2e:5000")  # fmt: skip

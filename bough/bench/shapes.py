@@ -133,7 +133,9 @@ def _tree_prompts(*levels: tuple[int, int], rows: int = 256, own: int = 60) -> P
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parser("shapes", __doc__)
-    flags.add_argument("--groups", nargs="+", default=USUAL, help=f"of {', '.join(GROUPS)} (default: all but huge)")
+    flags.add_argument(
+        "--groups", nargs="+", default=USUAL, help=f"some of {', '.join(GROUPS)} (default: all but huge)"
+    )
     options = flags.parse_args(argv)
     unknown = [name for name in options.groups if name not in GROUPS]
     if unknown:

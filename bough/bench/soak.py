@@ -282,10 +282,10 @@ def main() -> int:
         prog="bough bench soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="", help="a model to serve; default: a tiny random one")
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long (%(default)s)")
-    parser.add_argument("--clients", type=int, default=16, help="at once (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic (%(default)s)")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if something is not as it should be")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration in minutes (%(default)s)")
+    parser.add_argument("--clients", type=int, default=16, help="concurrent clients (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traffic (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a check fails")
     options, flags = parser.parse_known_args()
     with served(options.model, flags) as (url, process):
         seconds = 60 * options.minutes

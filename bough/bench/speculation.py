@@ -219,10 +219,10 @@ def parser() -> argparse.ArgumentParser:
                       help="how often a draft is right whose predecessors are (default: 0.75 0.65 0.55)")  # fmt: skip
     made.add_argument("--batch-size", type=int, nargs="+", default=[1, 16, 64], metavar="N")
     made.add_argument("--verify-rows", type=int, default=64, metavar="N", help="requests of the verifying steps")
-    made.add_argument("--input-len", type=int, default=1024, metavar="N", help="tokens in the cache (default: 1024)")
-    made.add_argument("--turns", type=int, default=200, metavar="N", help="steps that are timed (default: 200)")
+    made.add_argument("--input-len", type=int, default=1024, metavar="N", help="cached prompt tokens (default: 1024)")
+    made.add_argument("--turns", type=int, default=200, metavar="N", help="number of timed steps (default: 200)")
     made.add_argument(
-        "--warm-turns", type=int, default=160, metavar="N", help="steps before them, twice (default: 160)"
+        "--warm-turns", type=int, default=160, metavar="N", help="steps before the timed ones, twice (default: 160)"
     )
     made.add_argument("--markdown", action="store_true", help="print tables")
     return made

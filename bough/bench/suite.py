@@ -111,7 +111,7 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     made.add_argument("model", help="directory with the model's config.json")
     made.add_argument("--engine", default="bough", help="bough (default), vllm, sglang or module:factory")
     made.add_argument("--settings", type=json.loads, default={}, help="more arguments of the engine, as JSON")
-    made.add_argument("--repeats", type=int, default=3, help="of each workload (default: 3)")
+    made.add_argument("--repeats", type=int, default=3, help="repeats of each workload (default: 3)")
     made.add_argument("--json", type=Path, help="also append the rows there, a JSON object per line")
     return made
 

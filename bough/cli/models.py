@@ -40,9 +40,9 @@ def parser() -> CommandParser:
     )  # fmt: skip
     actions = made.add_subparsers(dest="action", metavar="ACTION", parser_class=CommandParser)
     listing = actions.add_parser("list", help="models on this machine (the default)")
-    listing.add_argument("--json", action="store_true", help="as JSON")
-    listing.add_argument("--names", action="store_true", help="names alone, one per line")
-    pull = actions.add_parser("pull", help="download a model, or go on with an interrupted download, and check it")
+    listing.add_argument("--json", action="store_true", help="print as JSON")
+    listing.add_argument("--names", action="store_true", help="print only names, one per line")
+    pull = actions.add_parser("pull", help="download a model, or resume an interrupted download, and check it")
     pull.add_argument("name", metavar="NAME", help="org/repo, or hf.co/org/repo:Q4_K_M")
     pull.add_argument("--revision", default="", help="branch, tag or commit")
     families = actions.add_parser("families", help="architectures that can be served")

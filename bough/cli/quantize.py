@@ -23,9 +23,9 @@ _HELD_OUT = 0.8
 def parser() -> CommandParser:
     made = CommandParser(
         prog="bough quantize",
-        description="Writes a model's weights in fewer bits, as compressed-tensors has them, and says what that costs on a "
-        "text. Embeddings, the output head, norms and routers stay as they are. int4-gptq and int4-awq look at what the "
-        "layers compute for a text (--calibration); the others round each weight to the nearest.",
+        description="Writes a quantised checkpoint in the compressed-tensors format, and reports the quality loss on a "
+        "text. Embeddings, the output head, norms and routers are not quantised. int4-gptq and int4-awq use the "
+        "activations of a calibration text (--calibration); the others round each weight to the nearest.",
     )
     made.add_argument("model", metavar="MODEL", help="directory, hub id or .gguf file; default: the embedded model")
     made.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
@@ -34,20 +34,25 @@ def parser() -> CommandParser:
         choices=_TARGETS,
         required=True,
         help="fp8, int8: a scale per channel, activations in 8 bits too; fp8-block: per 128 x 128; int8-weight: activations "
-        "as they are; int4: groups of columns, rounded to the nearest, by GPTQ or by AWQ",
+        "not quantised; int4: groups of columns, rounded to the nearest, by GPTQ or by AWQ",
     )
-    made.add_argument("--group-size", type=int, default=0, help="of int4 (default: 128, or what divides all widths)")
+    made.add_argument(
+        "--group-size",
+        type=int,
+        default=0,
+        help="columns per group of int4 (default: 128, or a size that divides all widths)",
+    )
     made.add_argument("--calibration", default="", help="text file for GPTQ and AWQ (default: Python's documentation)")
-    made.add_argument("--samples", type=int, default=64, help="pieces of the calibration text (default: 64)")
-    made.add_argument("--sample-tokens", type=int, default=256, help="tokens of each (default: 256)")
+    made.add_argument("--samples", type=int, default=64, help="number of pieces of the calibration text (default: 64)")
+    made.add_argument("--sample-tokens", type=int, default=256, help="tokens per piece (default: 256)")
     made.add_argument(
         "--text",
         default="",
-        help="file on which the models before and after are compared (default: another part of Python's documentation); "
-        "none: they are not",
+        help="text file on which the original and the quantised model are compared (default: another part of Python's "
+        "documentation); none: no comparison",
     )
-    made.add_argument("--text-tokens", type=int, default=4096, help="tokens of it at most (default: 4096)")
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the model is computed")
+    made.add_argument("--text-tokens", type=int, default=4096, help="maximum tokens of --text (default: 4096)")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to run the model on")
     made.add_argument("--revision", default="", help="branch, tag or commit of a model on the hub")
     return made
 

@@ -48,7 +48,9 @@ def parser() -> CommandParser:
     add_arguments(made)
     made.add_argument("--speed", type=float, default=1.0, metavar="X",
                       help="1: as recorded; 10: ten times as fast; 0: at once")  # fmt: skip
-    made.add_argument("--concurrency", type=int, default=64, metavar="N", help="most requests at once (%(default)s)")
+    made.add_argument(
+        "--concurrency", type=int, default=64, metavar="N", help="maximum number of concurrent requests (%(default)s)"
+    )
     made.add_argument("--limit", type=int, default=0, metavar="N", help="send the first N requests only")
     return made
 

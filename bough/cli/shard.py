@@ -25,7 +25,7 @@ def parser() -> CommandParser:
     )
     made.add_argument("model", metavar="MODEL", help="directory or hub id of a checkpoint in safetensors")
     made.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
-    made.add_argument("flags", nargs=argparse.REMAINDER, help="of `bough serve`")
+    made.add_argument("flags", nargs=argparse.REMAINDER, help="flags of `bough serve`")
     return made
 
 

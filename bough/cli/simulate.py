@@ -30,35 +30,40 @@ MOST_RANKS = 4096
 def parser() -> CommandParser:
     made = CommandParser(
         prog="bough simulate",
-        description="Simulates engines that serve MODEL (a directory with a config.json) on GPUs: real scheduler, prefix "
-        "cache and load balancing, steps that take what a model of the hardware says. Nothing of it was measured on several "
-        "GPUs; benchmarks/fleet.md has the error on one.",
+        description="Simulates engines that serve MODEL (a directory with a config.json) on GPUs: the real scheduler, "
+        "prefix cache and load balancing, with step times from a cost model of the hardware. It was never compared with "
+        "measurements on several GPUs; benchmarks/fleet.md has the error on one.",
         usage="bough simulate MODEL [--gpu h200] [--tp-size 8 ... | --sweep RANKS] [--rate R | --trace FILE]",
         allow_abbrev=False,
     )
     made.add_argument("model", metavar="MODEL", help="a directory with a config.json, or that file")
-    made.add_argument("--gpu", choices=list(HARDWARE), default="h200", help="what all ranks are (default: h200)")
+    made.add_argument("--gpu", choices=list(HARDWARE), default="h200", help="kind of GPU of all ranks (default: h200)")
     for name, what in (
         ("tp", "ranks that split each layer"),
-        ("pp", "stages"),
+        ("pp", "pipeline stages"),
         ("ep", "groups of ranks that hold different experts"),
         ("dp", "replicas of the engine"),
         ("attn-dp", "replicas of attention"),
-        ("attn-cp", "groups that share the KV of sequences"),
+        ("attn-cp", "groups that share the KV cache of sequences"),
     ):
         made.add_argument(f"--{name}-size", type=int, default=1, help=f"{what} (default: 1)")
-    made.add_argument("--alltoall", action="store_true", help="tokens are sent to the ranks of their experts")
+    made.add_argument("--alltoall", action="store_true", help="send tokens only to the ranks of their experts")
     made.add_argument(
-        "--sweep", type=int, default=0, metavar="RANKS", help="compare all ways to use this number of GPUs"
+        "--sweep", type=int, default=0, metavar="RANKS", help="compare all configurations for this number of GPUs"
     )
-    made.add_argument("--fp8", action="store_true", help="weights of one byte")
+    made.add_argument("--fp8", action="store_true", help="weights in FP8")
     made.add_argument("--load-balance-method", choices=get_args(LoadBalance), default="prefix")
     made.add_argument("--rate", type=float, default=math.inf, help="requests per second (default: all at once)")
-    made.add_argument("--requests", type=int, default=512, help="(default: 512)")
+    made.add_argument("--requests", type=int, default=512, help="number of requests (default: 512)")
     made.add_argument("--prompt-tokens", type=int, default=1000, help="median length (default: 1000)")
     made.add_argument("--output-tokens", type=int, default=200, help="median length (default: 200)")
-    made.add_argument("--shared-tokens", type=int, default=0, help="of prompts, that one in eight has in common")
-    made.add_argument("--trace", type=Path, help="a file of requests, one as JSON on each line; Mooncake's traces, too")
+    made.add_argument(
+        "--shared-tokens",
+        type=int,
+        default=0,
+        help="tokens of each prompt that are one of eight shared prefixes (default: 0)",
+    )
+    made.add_argument("--trace", type=Path, help="file with one request per line, as JSON; also Mooncake's traces")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--json", action="store_true", help="print results as JSON")
     return made

@@ -26,10 +26,8 @@ def parser() -> CommandParser:
         epilog="The list of requests needs the admin key where the server has one.",
     )
     add_arguments(made)
-    made.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (%(default)s)"
-    )
-    made.add_argument("--once", action="store_true", help="look once, print, and end")
+    made.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (%(default)s)")
+    made.add_argument("--once", action="store_true", help="print the current state once and exit")
     made.add_argument("--rows", type=int, default=20, metavar="N", help="requests shown at most (%(default)s)")
     return made
 

@@ -33,14 +33,14 @@ _SPOKEN_FOR = ("num_drafts", "medusa_layers", "answer_tokens", "max_length", "ep
 def parser() -> CommandParser:
     made = CommandParser(
         prog="bough train-draft",
-        description="Trains a head that drafts for a model (docs/speculative_decoding.md): the model answers prompts, and "
-        "the head learns what it says. Serve it with `bough serve MODEL --speculative-algorithm EAGLE3 "
+        description="Trains a draft head for a model (docs/speculative_decoding.md): the model answers prompts, and "
+        "the head is trained on the answers. Serve it with `bough serve MODEL --speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path OUT`, or MEDUSA.",
     )
     made.add_argument("model", metavar="MODEL", help="directory, hub id or .gguf file; default: the embedded model")
     made.add_argument("out", metavar="OUT", help="directory to write; it must not exist")
     made.add_argument("--method", choices=tuple(_METHODS), default="eagle3", help="kind of head (default: eagle3)")
-    asked = made.add_argument_group("what it learns from")
+    asked = made.add_argument_group("training data")
     asked.add_argument(
         "--prompts", action="append", default=[], metavar="FILE",
         help='one prompt per line: {"prompt": ...}, {"messages": [...]}, a JSON string or plain text; may be repeated',
@@ -49,46 +49,54 @@ def parser() -> CommandParser:
         "--texts", action="append", default=[], metavar="PATH",
         help="text file or directory (.md, .txt, .rst, .py) whose pieces the model is asked about; may be repeated",
     )  # fmt: skip
-    asked.add_argument("--text-prompts", type=int, default=1000, help="questions about --texts at most (default: 1000)")
+    asked.add_argument(
+        "--text-prompts", type=int, default=1000, help="maximum number of questions about --texts (default: 1000)"
+    )
     asked.add_argument(
         "--sampled-prompts", type=int, default=None, metavar="N",
-        help="user turns that the model writes itself (default: 2000 if nothing else is named, else 0)",
+        help="number of user messages that the model writes itself (default: 2000 without other prompts, else 0)",
     )  # fmt: skip
-    asked.add_argument("--answer-tokens", type=int, default=256, help="tokens of an answer at most (default: 256)")
+    asked.add_argument("--answer-tokens", type=int, default=256, help="maximum tokens of an answer (default: 256)")
     asked.add_argument(
-        "--max-length", type=int, default=1024, help="of a prompt and its answer, tokens (default: 1024)"
+        "--max-length", type=int, default=1024, help="maximum tokens of a prompt and its answer (default: 1024)"
     )
     asked.add_argument(
         "--temperature", type=float, nargs="+", default=[0.7], metavar="T",
-        help="of the answers; several take turns (default: 0.7)",
+        help="temperature of the answers; several are used in turn (default: 0.7)",
     )  # fmt: skip
     asked.add_argument("--max-total-tokens", type=int, default=0, metavar="N",
-                       help="KV cache of the engine that answers, to leave memory to others (default: all)")  # fmt: skip
+                       help="KV cache of the engine that answers, in tokens (default: all free memory)")  # fmt: skip
     asked.add_argument("--max-answer-minutes", type=float, default=60.0,
-                       help="of answering; prompts that remain are left out (default: 60)")  # fmt: skip
-    asked.add_argument("--save-answers", default="", metavar="FILE", help="keep prompts and answers, as token ids")
+                       help="maximum minutes of answering; remaining prompts are left out (default: 60)")  # fmt: skip
+    asked.add_argument("--save-answers", default="", metavar="FILE", help="write prompts and answers, as token ids")
     asked.add_argument(
-        "--answers", default="", metavar="FILE", help="learn from a file of --save-answers; nothing is asked"
+        "--answers", default="", metavar="FILE", help="train on a file of --save-answers, without generating answers"
     )
     asked.add_argument(
         "--held-back", type=int, default=64,
-        help="prompts that are not learned from: how many tokens a step yields is measured on them (default: 64)",
+        help="number of prompts for evaluation: the tokens per step are measured on them (default: 64)",
     )  # fmt: skip
-    how = made.add_argument_group("the head, and how it learns")
+    how = made.add_argument_group("head and training")
     how.add_argument(
-        "--num-drafts", type=int, default=0, help="drafts to train for; Medusa has a head for each (default: 5)"
+        "--num-drafts", type=int, default=0, help="number of drafts; Medusa has one head for each (default: 5)"
     )
-    how.add_argument("--draft-vocab", type=int, default=0, help="tokens it can draft, the most frequent ones, by a matrix "
-                     "of its own (default: all, by the model's head)")  # fmt: skip
-    how.add_argument("--token-map", type=int, default=0, metavar="N", help="draft only the N most frequent tokens, by the "
-                     "model's own head: nothing is stored for them but their ids (default: all)")  # fmt: skip
+    how.add_argument("--draft-vocab", type=int, default=0, help="draft only this many most frequent tokens, with a "
+                     "separate output matrix (default: all, with the model's head)")  # fmt: skip
+    how.add_argument("--token-map", type=int, default=0, metavar="N", help="draft only the N most frequent tokens, with the "
+                     "model's own head; only their ids are stored (default: all)")  # fmt: skip
     how.add_argument("--medusa-layers", type=int, default=1, help="residual layers of a Medusa head (default: 1)")
-    how.add_argument("--epochs", type=int, default=4, help="times that each answer is learned from (default: 4)")
-    how.add_argument("--max-minutes", type=float, default=60.0, help="of training, answers not included (default: 60)")
-    how.add_argument("--learning-rate", type=float, default=1e-3, help="highest (default: 0.001)")
-    how.add_argument("--batch-tokens", type=int, default=8192, help="of a batch, padding included (default: 8192)")
+    how.add_argument("--epochs", type=int, default=4, help="number of epochs (default: 4)")
+    how.add_argument(
+        "--max-minutes", type=float, default=60.0, help="maximum minutes of training, without answering (default: 60)"
+    )
+    how.add_argument("--learning-rate", type=float, default=1e-3, help="maximum learning rate (default: 0.001)")
+    how.add_argument(
+        "--batch-tokens", type=int, default=8192, help="tokens per batch, including padding (default: 8192)"
+    )
     how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where everything is computed")
+    how.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for answering and training"
+    )
     how.add_argument("--revision", default="", help="branch, tag or commit of a model on the hub")
     return made
 
