@@ -104,6 +104,7 @@ def first_token_s(device: Device, prompt: list[int]) -> float:
     return device.sim.clock.now - began
 
 
+@pytest.mark.timeout(900)  # a minute for the long ones, on a machine that does nothing else
 @pytest.mark.parametrize(("length", "depth"), [(65_536, 1), long(131_072, 1), long(131_072, 0)])
 @pytest.mark.parametrize(("cost", "most_often", "longer"), [(FLAT, 2.2, 4), (STEEP, 4.5, 5)], ids=["flat", "steep"])
 def test_others_hardly_notice_a_very_long_prompt(
