@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bough.kernels.attention import fresh_hopper
 from bough.kernels.attention.inputs import Spec
 from bough.kernels.choices import facts_of
+from bough.kernels.cuda_source import can_map
 
 FRESH_FROM = 64
 """The shortest row that is taken here; shorter ones share one launch of the paged kernel, which fills its tiles better."""
@@ -22,10 +23,11 @@ CUDNN_FROM = 512
 """The same where every row is a call of its own."""
 
 
-def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
-    """Whether rows of this layer can be attended to here, on this device."""
+def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> bool:
+    """Whether rows of this layer can be attended to here, on this device. Windows and sinks are known to the kernel for Hopper
+    alone."""
     facts = facts_of(q_TNH.device.type, q_TNH.device.index)
-    return (
+    possible = (
         facts.device_type == "cuda"
         and facts.capability >= (9, 0)
         and torch.version.hip is None
@@ -33,18 +35,23 @@ def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor) -> bool:
         and q_TNH.shape[2] == v_TKV.shape[2]
         and q_TNH.shape[2] in (64, 128)
         and spec.causal
-        and spec.window is None
         and spec.softcap is None
-        and spec.is_plain
+        and spec.chunk is None
+        and spec.slopes is None
+        and not spec.latent
     )
+    if not possible or (spec.window is None and spec.sinks is None):
+        return possible
+    return hopper and fresh_hopper.is_ready(q_TNH, v_TKV, window=spec.window, sinks=spec.sinks)
 
 
-def shortest(q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> int:
+def shortest(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> int:
     """The fewest tokens of a row that is faster here than in the paged kernel, where the layer `suits`.
 
     Without `hopper`, here and below, the vendor's kernel is taken on Hopper too.
     """
-    return FRESH_FROM if hopper and fresh_hopper.is_ready(q_TNH, v_TKV) else CUDNN_FROM
+    is_ready = hopper and fresh_hopper.is_ready(q_TNH, v_TKV, window=spec.window, sinks=spec.sinks)
+    return FRESH_FROM if is_ready else CUDNN_FROM
 
 
 class Unrotated(NamedTuple):
@@ -54,9 +61,10 @@ class Unrotated(NamedTuple):
     cos_sin_PR: Tensor
 
 
-def rotates(q_TNH: Tensor, v_TKV: Tensor, cos_sin_PR: Tensor, *, hopper: bool = True) -> bool:
+def rotates(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, cos_sin_PR: Tensor, *, hopper: bool = True) -> bool:
     """Whether queries may be `Unrotated` here, where the layer `suits`. Keys are dense, and otherwise like the values."""
-    return hopper and fresh_hopper.suits(q_TNH, v_TKV, v_TKV) and fresh_hopper.can_rotate(cos_sin_PR, q_TNH.shape[2])
+    can = hopper and fresh_hopper.suits(q_TNH, v_TKV, v_TKV, window=spec.window, sinks=spec.sinks)
+    return can and fresh_hopper.can_rotate(cos_sin_PR, q_TNH.shape[2])
 
 
 def padded_length(length: int) -> int:
@@ -73,11 +81,20 @@ def attend_fresh(
     scale: float,
     out_TNV: Tensor,
     *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     hopper: bool = True,
 ) -> None:
-    """Fills `out_TNV` for the rows (first token, tokens)."""
+    """Fills `out_TNV` for the rows (first token, tokens). `window` and `sinks`: of a layer that `suits`."""
+    if window is not None or sinks is not None:
+        k_TKH, v_TKV = (each if can_map(each) else each.contiguous() for each in (k_TKH, v_TKV))
     if isinstance(q_TNH, Unrotated):
-        fresh_hopper.attend(q_TNH.q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV, q_TNH.cos_sin_PR)
+        q, table = q_TNH
+        fresh_hopper.attend(q, k_TKH, v_TKV, tuple(rows), scale, out_TNV, table, window=window, sinks=sinks)
+        return
+    if window is not None or sinks is not None:
+        q_TNH = q_TNH if can_map(q_TNH) else q_TNH.contiguous()
+        fresh_hopper.attend(q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV, window=window, sinks=sinks)
         return
     if hopper and fresh_hopper.suits(q_TNH, k_TKH, v_TKV):
         fresh_hopper.attend(q_TNH, k_TKH, v_TKV, tuple(rows), scale, out_TNV)
@@ -89,14 +106,23 @@ def attend_fresh(
 
 
 def attend_whole(
-    q_TNH: Tensor | Unrotated, k_TKH: Tensor, v_TKV: Tensor, length: int, scale: float, *, hopper: bool = True
+    q_TNH: Tensor | Unrotated,
+    k_TKH: Tensor,
+    v_TKV: Tensor,
+    length: int,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    hopper: bool = True,
 ) -> Tensor:
     """[T, N, V] where all tokens belong to fresh rows of one `length`."""
     q = q_TNH.q_TNH if isinstance(q_TNH, Unrotated) else q_TNH
-    if q is not q_TNH or (hopper and fresh_hopper.suits(q, k_TKH, v_TKV)):
+    is_plain = window is None and sinks is None
+    if q is not q_TNH or not is_plain or (hopper and fresh_hopper.suits(q, k_TKH, v_TKV)):
         out_TNV = torch.empty_like(q, memory_format=torch.contiguous_format)
         rows = [(first, length) for first in range(0, q.shape[0], length)]
-        attend_fresh(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV, hopper=hopper)
+        attend_fresh(q_TNH, k_TKH, v_TKV, rows, scale, out_TNV, window=window, sinks=sinks, hopper=hopper)
         return out_TNV
     return _sdpa(q, k_TKH, v_TKV, scale, rows=q.shape[0] // length)
 

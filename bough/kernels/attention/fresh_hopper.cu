@@ -13,8 +13,11 @@
 // Queries that are not rotated yet are rotated in registers, as a tile of them is taken: a pass of its own would read and
 // write all of them once more.
 //
+// With WINDOWED a query sees the last `window` tokens up to its own, and blocks before those of all queries of a tile are left
+// out. With SINKS a row's sum begins with a logit of its head that has no value.
+//
 // Defined by the compiler's flags: D (64 or 128), FP16 (0: bf16), CTAS (1 or 2), STAGES of the ring, PLACES in the list of
-// a launch, STREAMS that may launch at once.
+// a launch, STREAMS that may launch at once, SINKS and WINDOWED (0 or 1).
 
 #include "hopper.cuh"
 
@@ -122,9 +125,11 @@ struct Place { int first; unsigned short number, tokens; };  // the row's first 
 struct Args {
     void *out;           // [T, heads, D]
     const float *table;  // [positions, D]: cosines, then sines, by which queries are rotated; null: they are already
+    const float *sinks;  // [heads]
     int stream;     // which counter is this launch's
     int num_places, heads, heads_per_kv, section;  // `section`: heads that are worked off together
     int out_token;  // elements from one token to the next
+    int window;
     float scale;    // of the scores, times log2(e)
     Place places[PLACES];
 };
@@ -150,6 +155,11 @@ INLINE void copy_share(u32 to, const TensorMap &from, int token, int head, u32 b
     for (int i = 0; i < PANELS; i++)
         asm volatile(COPY_SHARE ::"r"(to + i * KV_PANEL + at * 128), "l"(&from), "r"(head * D + 64 * i), "r"(token + at),
                      "r"(barrier), "h"((unsigned short)3) : "memory");
+}
+
+// The lowest block that a query of the tile sees.
+INLINE int last_block(const Args &args, const Tile &tile) {
+    return WINDOWED ? max(tile.number * M - args.window + 1, 0) / N : 0;
 }
 
 INLINE int num_tiles(const Args &args) { return args.num_places * (args.heads / CTAS); }
@@ -210,9 +220,9 @@ INLINE void feed(u32 smem, Tile *tiles, const TensorMap &q, const TensorMap &k, 
         barrier_expect(ready, Q_BYTES);
         copy_queries(smem + slot * Q_BYTES, q, tile.first + tile.number * M, tile.head, ready);
         index = next_ticket(smem, args, turn);
-        int head = tile.head / args.heads_per_kv;
+        int head = tile.head / args.heads_per_kv, last = last_block(args, tile);
 #pragma unroll 1
-        for (int block = tile.number; block >= 0; block--) {
+        for (int block = tile.number; block >= last; block--) {
             int token = tile.first + block * N;
             load(k, token, head);
             if (v_token >= 0) load(v, v_token, v_head);
@@ -320,12 +330,12 @@ struct Worker {
 
     INLINE void mask(const Tile &tile, int block) {
         int ahead = tile.number * M + 64 * group - block * N;  // of the block's first token to this warpgroup's first
-        if (ahead >= N - 1) return;
-        int most = ahead + 16 * warp + lane / 4 - lane % 4 * 2;
+        if (ahead >= N - 1 && !(WINDOWED && ahead + 63 >= args.window)) return;
+        int most = ahead + 16 * warp + lane / 4 - lane % 4 * 2, least = most - (WINDOWED ? args.window : 0);
 #pragma unroll
         for (int i = 0; i < 64; i++) {
             int column = i / 4 * 8 + i % 2, row = i / 2 % 2 * 8;
-            if (column > most + row) s[i] = -INFINITE;
+            if (column > most + row || (WINDOWED && column <= least + row)) s[i] = -INFINITE;
         }
     }
 
@@ -377,13 +387,16 @@ struct Worker {
     }
 
     // Through the tile's place in shared memory, which its queries no longer need, to whole lines of device memory.
-    INLINE void store(const Tile &tile, u32 slot, const float (&part)[2]) {
+    INLINE void store(const Tile &tile, u32 slot, const float (&part)[2], const float (&anchor)[2]) {
         float inverse[2];
+        float sink = SINKS ? __ldg(args.sinks + tile.head) * 1.4426950408889634f : 0;
         int row = 64 * group + 16 * warp, token = tile.first + tile.number * M + row;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float total = part[r] + __shfl_xor_sync(~0u, part[r], 1);
-            inverse[r] = 1.f / (total + __shfl_xor_sync(~0u, total, 2));
+            total += __shfl_xor_sync(~0u, total, 2);
+            if (SINKS) total += exp2_(sink - anchor[r]);
+            inverse[r] = 1.f / total;
         }
         sync_group();  // all of the warpgroup have read their queries
         u32 base = smem + slot * Q_BYTES + row * 128;
@@ -418,7 +431,7 @@ struct Worker {
         u32 turn = 0;
         Tile tile = wait_tile(turn);
         if (tile.tokens == 0) return;
-        int block = tile.number;
+        int block = tile.number, last = last_block(args, tile);
         take_queries(0, tile);
         take_turn();
         wait_stage();
@@ -435,7 +448,7 @@ struct Worker {
         pack_weights();
         bool adds = false;
         while (true) {
-            bool ends = block == 0;
+            bool ends = block == last;
             Tile next = tile;
             if (ends) {
                 next = wait_tile(turn + 1);
@@ -457,7 +470,7 @@ struct Worker {
             products_wait<1>();
             pin(s);
             release(k_stage);
-            float last_sum[2] = {sum[0], sum[1]};
+            float last_sum[2] = {sum[0], sum[1]}, last_high[2] = {high[0], high[1]};
             if (ends) begin_rows();
             mask(next, next_block);
             softmax();
@@ -467,13 +480,14 @@ struct Worker {
             release(ring.stage);
             ring.next();
             if (ends) {
-                store(tile, turn & 1, last_sum);
+                store(tile, turn & 1, last_sum, last_high);
                 turn++;
             } else if (shrinks) {
                 rescale();
             }
             pack_weights();
             tile = next, block = next_block, adds = !ends;
+            if (ends) last = last_block(args, tile);
         }
         take_turn();
         wait_stage();
@@ -483,7 +497,7 @@ struct Worker {
         pass_turn(true);
         products_wait<0>();
         pin(o);
-        store(tile, turn & 1, sum);
+        store(tile, turn & 1, sum, high);
     }
 };
 

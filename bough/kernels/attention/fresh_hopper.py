@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ class _Args(ctypes.Structure):
     _fields_ = (
         ("out", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("stream", "num_places", "heads", "heads_per_kv", "section", "out_token")),
+        ("window", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("places", Place * PLACES),
     )
@@ -90,10 +93,12 @@ def cut(rows: Rows) -> Tiles:
     return Tiles(launches, max(first + length for first, length in rows), max(length for _, length in rows))
 
 
-def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
-    """Whether the kernel computes plain causal attention of these, on this device."""
+def suits(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, window: int | None = None, sinks: Tensor | None = None
+) -> bool:
+    """Whether the kernel computes causal attention of these, on this device."""
     return (
-        is_ready(q_TNH, k_TKH)
+        is_ready(q_TNH, k_TKH, window=window, sinks=sinks)
         and q_TNH.shape[2] == v_TKH.shape[2]
         and q_TNH.dtype == k_TKH.dtype == v_TKH.dtype
         and can_map(q_TNH)
@@ -102,9 +107,12 @@ def suits(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> bool:
     )
 
 
-def is_ready(q_TNH: Tensor, k_TKH: Tensor) -> bool:
+def is_ready(
+    q_TNH: Tensor, k_TKH: Tensor, *, window: int | None = None, sinks: Tensor | None = None
+) -> bool:
     """Whether the kernel is compiled for these numbers of heads and this dtype on this device."""
-    return _is_ready(q_TNH.device, q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH))
+    form = Form(q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH), sinks is not None, window is not None)
+    return _is_ready(q_TNH.device, form)
 
 
 def can_rotate(cos_sin_PR: Tensor, head_dim: int) -> bool:
@@ -120,10 +128,13 @@ def attend(
     scale: float,
     out_TNH: Tensor,
     cos_sin_PR: Tensor | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows; other tokens stay. Needs `suits`.
 
-    With `cos_sin_PR`, which it `can_rotate` by, the queries are not rotated yet: those of a row are at positions 0, 1, ...
+    `window` and `sinks` are those of `AttentionSpec`. With `cos_sin_PR`, which it `can_rotate` by, the queries are not rotated yet: those of a row are at positions 0, 1, ...
     """
     tiles, device = cut(rows), q_TNH.device
     if cos_sin_PR is not None and tiles.longest > cos_sin_PR.shape[0]:
@@ -132,12 +143,13 @@ def attend(
     if tiles.tokens > num_tokens or out_TNH.stride(1) != head_dim or out_TNH.stride(0) % 8 or out_TNH.data_ptr() % 16:
         raise ValueError(f"rows up to token {tiles.tokens} into {tuple(out_TNH.shape)} with strides {out_TNH.stride()}")
     kv_heads, pair = k_TKH.shape[1], _in_pairs(q_TNH, k_TKH)
-    loaded = _loaded(device, q_TNH.dtype, head_dim, pair)
+    loaded = _loaded(device, Form(q_TNH.dtype, head_dim, pair, sinks is not None, window is not None))
     share = TILE // (1 + pair)
     maps = (tensor_map(q_TNH, TILE), tensor_map(k_TKH, share), tensor_map(v_TKH, share))
     stream = current_stream(device)
     args = _Args(
         out=out_TNH.data_ptr(), table=None if cos_sin_PR is None else cos_sin_PR.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(), window=window or 0,
         stream=loaded.streams.of(stream), heads=heads, heads_per_kv=heads // kv_heads,
         section=section(tiles.longest, heads, kv_heads, head_dim, loaded.cache_bytes), out_token=out_TNH.stride(0),
         scale=scale * math.log2(math.e),
@@ -171,14 +183,27 @@ def shared_bytes(head_dim: int) -> int:
     return (2 + _STAGES) * TILE * head_dim * 2 + 16 * _STAGES + 112 + 1024
 
 
-def defines(dtype: torch.dtype, head_dim: int, pair: bool) -> Mapping[str, int]:
+class Form(NamedTuple):
+    """What a kernel is compiled for. `pair`: two blocks work on two heads together."""
+
+    dtype: torch.dtype
+    head_dim: int
+    pair: bool
+    sinks: bool = False
+    windowed: bool = False
+
+
+def defines(form: Form) -> Mapping[str, int]:
+    """What the source is given."""
     return {
-        "D": head_dim,
-        "FP16": int(dtype == torch.float16),
-        "CTAS": 1 + pair,
+        "D": form.head_dim,
+        "FP16": int(form.dtype == torch.float16),
+        "CTAS": 1 + form.pair,
         "STAGES": _STAGES,
         "PLACES": PLACES,
         "STREAMS": StreamNumbers.MOST,
+        "SINKS": int(form.sinks),
+        "WINDOWED": int(form.windowed),
     }
 
 
@@ -193,17 +218,18 @@ class _Loaded:
 
 
 @cache
-def _loaded(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool) -> _Loaded:
-    cubin = cached_cubin(SOURCE, "sm_90a", defines(dtype, head_dim, pair))
-    kernel = CudaKernel(cubin, "fresh_attention", device, _THREADS, shared_bytes(head_dim))
+def _loaded(device: torch.device, form: Form) -> _Loaded:
+    cubin = cached_cubin(SOURCE, "sm_90a", defines(form))
+    kernel = CudaKernel(cubin, "fresh_attention", device, _THREADS, shared_bytes(form.head_dim))
     facts = torch.cuda.get_device_properties(device)
-    most_blocks = 2 * kernel.most_clusters(2) if pair else facts.multi_processor_count
+    most_blocks = 2 * kernel.most_clusters(2) if form.pair else facts.multi_processor_count
     return _Loaded(kernel, most_blocks, facts.L2_cache_size)
 
 
 @cache
-def _is_ready(device: torch.device, dtype: torch.dtype, head_dim: int, pair: bool) -> bool:
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in (64, 128):
+def _is_ready(device: torch.device, form: Form) -> bool:
+    if form.dtype not in (torch.bfloat16, torch.float16) or form.head_dim not in (64, 128):
         return False
-    load = partial(_loaded, device, dtype, head_dim, pair)
-    return runs_on(device, load, "rows without context are attended to by cuDNN")
+    is_plain = not form.sinks and not form.windowed
+    other = "cuDNN" if is_plain else "the portable kernel"
+    return runs_on(device, partial(_loaded, device, form), f"rows without context are attended to by {other}")

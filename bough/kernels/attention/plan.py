@@ -65,6 +65,8 @@ class Shape:
     """A chunk holds at least this many KV tokens: shorter ones cost more in merging than they save."""
     may_align: bool = False
     """Leave rows uncut where they fill the device."""
+    sms_per_program: int = 1
+    """Multiprocessors that work on a chunk together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,7 +523,7 @@ _MOST_UNITS = 4096
 
 
 def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Plan:
-    target = num_sms(device) * shape.ctas_per_sm
+    target = max(1, num_sms(device) * shape.ctas_per_sm // shape.sms_per_program)
     num_chunks = target
     units = most_tiles * kind.num_kv_heads
     if shape.may_align and target <= 2 * units <= 2 * _MOST_UNITS:

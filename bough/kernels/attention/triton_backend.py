@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from bough.core.step import SpanCosts
-from bough.kernels.attention import absorbed, choosing, decode_hopper, expanded, fresh, latent, plan, sparse, triton
+from bough.kernels.attention import (
+    absorbed,
+    choosing,
+    decode_hopper,
+    expanded,
+    fresh,
+    latent,
+    latent_hopper,
+    plan,
+    sparse,
+    triton,
+)
 from bough.kernels.attention.inputs import AttentionInputs, IndexQueries, LastRows, LatentMaps, RawLatents, Spec
 from bough.kernels.attention.plan import Kind, Plan, Shape
 from bough.kernels.kv_codes import as_read, bits_of
@@ -106,6 +117,7 @@ class TritonAttention:
         self._reader: TritonAttention | None = None
         """...and what reads them."""
         self._workspaces: dict[tuple[int, int], list[triton.Workspace]] = {}
+        self._latent_rooms: list[latent_hopper.LatentRoom] = []
 
     def prepare(self, inputs: AttentionInputs) -> None:
         """Starts a step (or the capture of a graph). Plans are queued by the first layer that needs them."""
@@ -164,7 +176,7 @@ class TritonAttention:
         else:
             prepared = self._kind(spec, q_TNH, v_TKH)
             plain = q_norm is None and not interleaved
-            if prepared.fresh and plain and fresh.rotates(q_TNH, v_TKH, cos_sin_PR, hopper=self._hopper):
+            if prepared.fresh and plain and fresh.rotates(spec, q_TNH, v_TKH, cos_sin_PR, hopper=self._hopper):
                 first, later = q_TNH[: prepared.all_fresh_from], fresh.Unrotated(q_TNH, cos_sin_PR)
         k_scale, v_scale = inputs.scales(spec.layer)
         q, k = rope_and_write(
@@ -226,9 +238,10 @@ class TritonAttention:
         tail = self._tail(spec)
         choice = self._choice if spec.topk else None
         prepared, front = None, inputs.num_tokens
+        decodes = self._hopper and choice is None and latent_hopper.suits(spec, inputs, raw.q_TNH)
         if tail is not None:
             front = 0
-        elif choice is None:
+        elif choice is None and not decodes:
             prepared = self._kind(spec, raw.q_TNH, raw.kv_TX, expands=True)
             front = prepared.all_fresh_from
         expands = tail is not None or (prepared is not None and bool(prepared.fresh or prepared.long))
@@ -275,11 +288,14 @@ class TritonAttention:
         q_TNX: Tensor,
         out_TNR: Tensor,
     ) -> None:
-        """Attends to latents as they are: to all of a row, or to the chosen ones."""
+        """Attends to latents as they are: to all of a row, or to the chosen ones. Neither `prepared` nor `choice`: by the kernel
+        for decode rows."""
         if prepared is not None:
             self._launch(spec, inputs, prepared, q_TNX, out_TNR)
         elif choice is not None:
             self._read(spec, choice, q_TNX, out_TNR)
+        else:
+            self._decode_latents(spec, inputs, q_TNX, out_TNR)
 
     def attend(self, spec: Spec, q_TNH: Tensor, k_TKH: Tensor | None = None, v_TKH: Tensor | None = None) -> Tensor:
         """`forward` for KV that is already in the pages. With the step's keys and values at hand, rows without context are
@@ -313,8 +329,9 @@ class TritonAttention:
             if len(lengths) == 1 and sum(length for _, length in prepared.fresh) == inputs.num_tokens:
                 queries = q if later is None else later
                 return fresh.attend_whole(
-                    queries, k_TKH, v_TKH, lengths.pop(), spec.scale, hopper=self._hopper
-                ).flatten(1)
+                    queries, k_TKH, v_TKH, lengths.pop(), spec.scale, window=spec.window, sinks=spec.sinks,
+                    hopper=self._hopper,
+                ).flatten(1)  # fmt: skip
         out = torch.empty((inputs.num_tokens, spec.num_heads, spec.v_width), dtype=q.dtype, device=q.device)
         self._launch(spec, inputs, prepared, q, out)
         rows = prepared.fresh
@@ -322,9 +339,13 @@ class TritonAttention:
             rest = [row for row in rows if row[0] >= len(q)]
             rows = rows[: len(rows) - len(rest)]
             if rest:
-                fresh.attend_fresh(later, k_TKH, v_TKH, rest, spec.scale, out)
+                fresh.attend_fresh(
+                    later, k_TKH, v_TKH, rest, spec.scale, out, window=spec.window, sinks=spec.sinks
+                )  # fmt: skip
         if rows:
-            fresh.attend_fresh(q, k_TKH, v_TKH, rows, spec.scale, out, hopper=self._hopper)
+            fresh.attend_fresh(
+                q, k_TKH, v_TKH, rows, spec.scale, out, window=spec.window, sinks=spec.sinks, hopper=self._hopper
+            )  # fmt: skip
         return out.flatten(1)
 
     def _read(self, spec: Spec, choice: AttentionInputs, q: Tensor, out: Tensor) -> None:
@@ -350,6 +371,19 @@ class TritonAttention:
             found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
         workspace = self._workspace(found, decode_hopper.WIDTH)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
+
+    def _decode_latents(self, spec: Spec, inputs: AttentionInputs, q_TNX: Tensor, out_TNR: Tensor) -> None:
+        """Attends to latents by the kernel for decode rows."""
+        kind = _kind_of(spec)
+        key = (kind, inputs.k_caches[spec.layer].dtype)
+        found = self._decode_plans.get(key)
+        after_plan = found is None
+        if found is None:
+            shape = latent_hopper.shape_for(inputs)
+            found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
+        if not self._latent_rooms or not self._latent_rooms[-1].holds(found):
+            self._latent_rooms.append(latent_hopper.LatentRoom.make(found, self._device))
+        latent_hopper.attend(spec, inputs, found, self._latent_rooms[-1], q_TNX, out_TNR, after_plan=after_plan)
 
     def _tail(self, spec: Spec) -> LastRows | None:
         inputs = self._step()
@@ -436,8 +470,8 @@ class TritonAttention:
             if expands and inputs.tree is None:
                 fresh_from = expanded.FRESH_FROM
                 long_from = _NEVER if inputs.shared is not None else expanded.LONG_FROM
-        elif inputs.host is not None and v is not None and fresh.suits(spec, q, v):
-            fresh_from = fresh.shortest(q, v, hopper=self._hopper)
+        elif inputs.host is not None and v is not None and fresh.suits(spec, q, v, hopper=self._hopper):
+            fresh_from = fresh.shortest(spec, q, v, hopper=self._hopper)
         key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)
         if found is None:

@@ -1,0 +1,170 @@
+"""Attention of decode rows over latents on Hopper (`latent_hopper.cu`): clusters of thread blocks share a row's KV and its
+merge, so that few rows are read by all multiprocessors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bough.kernels.attention.inputs import AttentionInputs, Spec
+from bough.kernels.attention.plan import Plan, Shape
+from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
+from bough.kernels.launching import num_sms, power_of_two
+
+SOURCE = Path(__file__).with_suffix(".cu")
+WIDTH, RANK = 576, 512
+"""Numbers of a latent with its rotated key, and of the latent alone."""
+MOST_HEADS = 16
+BLOCK = 32
+"""KV tokens of a stage."""
+STAGES = 4
+_WARPS = 9
+_BOXES = WIDTH * 2 // 128
+_LOG2E = 1.4426950408889634
+_MOST_CLUSTER = 8
+
+
+def _shape(cluster: int) -> Shape:
+    """A chunk has a block for every multiprocessor of its cluster at least."""
+    return Shape(
+        block_m=16, block_n=BLOCK, num_warps=_WARPS, num_stages=STAGES, ctas_per_sm=1, min_tokens=BLOCK * cluster,
+        sms_per_program=cluster,
+    )  # fmt: skip
+
+
+SHAPES = {cluster: _shape(cluster) for cluster in (1, 2, 4, _MOST_CLUSTER)}
+CLUSTERS = ((8, 8), (32, 4), (64, 2))
+"""(Rows, multiprocessors of a cluster): for up to that number of rows; for more rows each works alone."""
+
+
+class _Inputs(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "page_table", "tiles", "header", "chunk_tile")),
+        *((name, ctypes.c_void_p) for name in ("counters", "partial", "stats")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens")),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRoom:
+    """Where thread blocks leave what they have of rows that are cut. One is enough for all launches of a stream."""
+
+    partial: Tensor
+    stats: Tensor
+    counters: Tensor
+    """int32, zero between launches."""
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether it is large enough."""
+        tiles, chunks = plan.tiles.shape[1], plan.num_chunks
+        return len(self.counters) >= tiles * _MOST_CLUSTER and len(self.partial) >= 2 * chunks
+
+    @staticmethod
+    def make(plan: Plan, device: torch.device) -> LatentRoom:
+        """For the plan, and for others that need less."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a graph would capture the zeroing of the counters: run once before")
+        tiles, chunks = power_of_two(plan.tiles.shape[1], 1024), max(power_of_two(plan.num_chunks), num_sms(device))
+        return LatentRoom(
+            torch.empty((2 * chunks, 16, RANK), dtype=torch.float32, device=device),
+            torch.empty((2 * chunks, _MOST_CLUSTER, 2, 16), dtype=torch.float32, device=device),
+            torch.zeros(tiles * _MOST_CLUSTER, dtype=torch.int32, device=device),
+        )
+
+
+def defines(heads: int, cluster: int) -> dict[str, int]:
+    """What the source is given."""
+    return {"HEADS": heads, "CLUSTER": cluster, "STAGES": STAGES}
+
+
+def shared_bytes() -> int:
+    """The ring, the queries, and room to align them to 1024."""
+    return STAGES * BLOCK * WIDTH * 2 + MOST_HEADS * WIDTH * 2 + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    kernel: CudaKernel
+    clusters: int
+    """That run at once."""
+
+
+@cache
+def _loaded(device: torch.device, heads: int, cluster: int) -> _Loaded:
+    cubin = cached_cubin(SOURCE, "sm_90a", defines(heads, cluster))
+    kernel = CudaKernel(cubin, "decode_latents", device, threads=32 * _WARPS, shared_bytes=shared_bytes())
+    return _Loaded(kernel, kernel.most_clusters(cluster) if cluster > 1 else num_sms(device))
+
+
+@cache
+def _is_ready(device: torch.device, heads: int) -> bool:
+    """Whether the kernel can be had on a device; says why not where it could be expected."""
+    return all(
+        runs_on(device, partial(_loaded, device, heads, cluster), "latents are read by the portable kernel")
+        for cluster in (1, *{cluster for _, cluster in CLUSTERS})
+    )
+
+
+def suits(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor) -> bool:
+    """Whether the kernel can serve a layer of a step: one in which no row has more than one token."""
+    if inputs.max_query != 1 or inputs.shared is not None or inputs.tree is not None or inputs.tail is not None:
+        return False
+    cache_ = inputs.k_caches[spec.layer]
+    shaped = spec.latent and (spec.head_dim, spec.v_head_dim) == (WIDTH, RANK) and spec.num_heads <= MOST_HEADS
+    plain = spec.causal and all(
+        each is None for each in (spec.window, spec.softcap, spec.chunk, spec.sinks, spec.slopes)
+    )
+    typed = q_TNH.dtype == cache_.dtype == torch.bfloat16 and inputs.scales(spec.layer) == (1.0, 1.0)
+    paged = inputs.page_size % BLOCK == 0 and cache_.is_contiguous() and cache_.shape[2:] == (1, WIDTH)
+    held = not inputs.ranges and inputs.gaps_T2 is None
+    return shaped and plain and typed and paged and held and _is_ready(q_TNH.device, spec.num_heads)
+
+
+def shape_for(inputs: AttentionInputs) -> Shape:
+    """How to plan the rows of a step."""
+    return SHAPES[next((cluster for rows, cluster in CLUSTERS if inputs.num_tokens <= rows), 1)]
+
+
+def attend(
+    spec: Spec,
+    inputs: AttentionInputs,
+    plan: Plan,
+    room: LatentRoom,
+    q_TNX: Tensor,
+    out_TNR: Tensor,
+    *,
+    after_plan: bool,
+) -> None:
+    """Fills `out_TNR` for a step and layer that the kernel `suits`, by a plan of one of `SHAPES`. `q_TNX` and `out_TNR` are
+    contiguous.
+
+    `after_plan`: the plan may just have been queued, so this launch must not start before it ends.
+    """
+    device, heads = q_TNX.device, spec.num_heads
+    q, kv = q_TNX.view(-1, WIDTH), inputs.k_caches[spec.layer].view(-1, WIDTH)
+    if not can_map(q) or not room.holds(plan):
+        raise ValueError(f"queries of {tuple(q_TNX.shape)} with strides {q_TNX.stride()}, {plan.num_chunks} chunks")
+    cluster = plan.shape.sms_per_program
+    loaded = _loaded(device, heads, cluster)
+    given = {
+        "out": out_TNR, "page_table": inputs.page_table, "tiles": plan.tiles, "header": plan.header,
+        "chunk_tile": plan.chunk_tile, "counters": room.counters, "partial": room.partial, "stats": room.stats,
+    }  # fmt: skip
+    structure = _Inputs(
+        **{name: each.data_ptr() for name, each in given.items()}, table_stride=inputs.page_table.stride(0),
+        tile_room=plan.tiles.shape[1], page_size=inputs.page_size, num_tokens=inputs.num_tokens,
+        scale_log2=spec.scale * _LOG2E,
+    )  # fmt: skip
+    blocks = cluster * min(loaded.clusters, plan.num_chunks)
+    maps = (tensor_map(q, MOST_HEADS), tensor_map(kv, BLOCK))
+    loaded.kernel.launch(blocks, (*maps, structure), current_stream(device), early=not after_plan)
