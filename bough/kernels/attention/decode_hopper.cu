@@ -15,9 +15,13 @@
 // tensor cores. Which dimension stands where within a product is free if both sides agree, so keys are taken four neighbours
 // at a time. Values come transposed by pairs of dimensions, whose bytes are put in order.
 //
+// With a window, rows begin with the block that has its first token; what lies before that in the block is neither weighed nor
+// a number that can be relied on.
+//
 // Given: GROUP (query heads of a KV head, at most 8), KV_HEADS, NORM (q and k have norms), STAGES (of the ring), KV (what caches
-// hold: BF16, E4M3 or E5M2), and for the second way MANY_WARPS, MANY_STAGES and MANY_TOKENS (of a stage, 16 or 32). Heads are
-// 128 wide; queries, and keys and values that come, are bf16.
+// hold: BF16, E4M3 or E5M2), WIDTH of a head (128, or 64 of BF16), SINKS (each head has a logit without a value), WINDOWED, and
+// for the second way MANY_WARPS, MANY_STAGES and MANY_TOKENS (of a stage, 16 or 32). Queries, and keys and values that come,
+// are bf16.
 
 #include "hopper.cuh"
 
@@ -26,7 +30,8 @@
 #define E4M3 1
 #define E5M2 2
 
-constexpr int WIDTH = 128, HALF = 64, BLOCK = 64;
+constexpr int HALF = WIDTH / 2, BLOCK = 64;
+constexpr int STEPS = WIDTH / 16, EIGHTS = WIDTH / 8;  // products of a head's dimensions
 constexpr int SLICE = 16;                     // tokens that a warp attends to at once
 constexpr int ROW_BYTES = 128;                // of a token in a box
 constexpr int ITEM = KV == BF16 ? 2 : 1;      // bytes of a number in the cache
@@ -142,10 +147,17 @@ struct Inputs {
   int* queue;  // for `decode_many`: chunks taken after the first of each warp, blocks that are done; zero between launches
   i64 table_stride;
   int q_token, k_token, v_token;
-  int tile_room, page_size, num_tokens;
+  const float* sinks;  // [heads]
+  int tile_room, page_size, num_tokens, window;
   float scale_log2, eps, offset;
   float k_inverse, v_inverse, v_scale;  // of a cache of 8-bit floats; the scale of keys is in that of scores
 };
+
+// The sum of weights, and what a head's sink adds to it.
+INLINE float with_sink(const Inputs& in, int head, float high, float norm) {
+  if (!SINKS || norm == 0.0f) return norm;
+  return norm + exp2_(__ldg(in.sinks + head) * 1.4426950408889634f - high);
+}
 
 // A row without KV has weighed nothing; what isn't a number stays so.
 INLINE float weighed(const Inputs& in, float sum, float norm) {
@@ -331,28 +343,28 @@ INLINE void feed(const Inputs& in, Ring& ring, const TensorMap& k_map, const Ten
 constexpr int LANE_STEP = KV == BF16 ? 2 : 4, PAIR_STEP = KV == BF16 ? 8 : 2;
 
 // The rotated queries of head lane / 4 as A of a product.
-INLINE void load_queries(const Inputs& in, const u16* queries, const float* angles, u32 (&q)[8][2]) {
+INLINE void load_queries(const Inputs& in, const u16* queries, const float* angles, u32 (&q)[STEPS][2]) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * LANE_STEP;
-  float x[8][4];
+  float x[STEPS][4];
   const bool real = row < GROUP;
   const u16* from = queries + (real ? row * WIDTH : 0) + column;
   angles += column;
 #pragma unroll
-  for (int step = 0; step < 8; step++) {
+  for (int step = 0; step < STEPS; step++) {
     const u32 a = real ? *(const u32*)(from + 16 * step) : 0, b = real ? *(const u32*)(from + 16 * step + PAIR_STEP) : 0;
     x[step][0] = widen(a & 0xffff), x[step][1] = widen(a >> 16), x[step][2] = widen(b & 0xffff), x[step][3] = widen(b >> 16);
   }
 #if NORM
   float square = 0.0f;
 #pragma unroll
-  for (int step = 0; step < 8; step++)
+  for (int step = 0; step < STEPS; step++)
 #pragma unroll
     for (int i = 0; i < 4; i++) square += x[step][i] * x[step][i];
   square += __shfl_xor_sync(~0u, square, 1);
   square += __shfl_xor_sync(~0u, square, 2);
   const float scale = rsqrtf(square / WIDTH + in.eps);
 #pragma unroll
-  for (int step = 0; step < 8; step++)
+  for (int step = 0; step < STEPS; step++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float weight = widen(in.q_norm[16 * step + column + (i & 1) + i / 2 * PAIR_STEP]) + in.offset;
@@ -360,92 +372,118 @@ INLINE void load_queries(const Inputs& in, const u16* queries, const float* angl
     }
 #endif
 #pragma unroll
-  for (int step = 0; step < 4; step++) {
+  for (int step = 0; step < STEPS / 2; step++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int dim = 16 * step + (i & 1) + i / 2 * PAIR_STEP;
       const float cos = angles[dim], sin = angles[HALF + dim];
-      const float a = x[step][i], b = x[step + 4][i];
+      const float a = x[step][i], b = x[step + STEPS / 2][i];
       x[step][i] = a * cos - b * sin;
-      x[step + 4][i] = b * cos + a * sin;
+      x[step + STEPS / 2][i] = b * cos + a * sin;
     }
   }
 #pragma unroll
-  for (int step = 0; step < 8; step++) {
+  for (int step = 0; step < STEPS; step++) {
     q[step][0] = operand_of(x[step][0], x[step][1]);
     q[step][1] = operand_of(x[step][2], x[step][3]);
   }
 }
 
-// A lane's four dimensions of a row's newest key and value, and of its angles.
+// A lane's dimensions of a row's newest key and value, and of its angles.
 struct Newest {
-  uint2 key, value;
-  float4 cos, sin;
+  static constexpr int MINE = WIDTH / 32;  // four, or two
+  u32 key[MINE / 2], value[MINE / 2];
+  float cos[MINE], sin[MINE];
 
   INLINE void load(const u16* keys, const u16* values, const float* angles) {
-    const int dim = threadIdx.x % 32 * 4;
-    key = *(const uint2*)(keys + dim), value = *(const uint2*)(values + dim);
-    cos = *(const float4*)(angles + dim % HALF), sin = *(const float4*)(angles + HALF + dim % HALF);
+    const int dim = threadIdx.x % 32 * MINE;
+#if WIDTH == 128
+    *(uint2*)key = *(const uint2*)(keys + dim), *(uint2*)value = *(const uint2*)(values + dim);
+    *(float4*)cos = *(const float4*)(angles + dim % HALF), *(float4*)sin = *(const float4*)(angles + HALF + dim % HALF);
+#else
+    *key = *(const u32*)(keys + dim), *value = *(const u32*)(values + dim);
+    *(float2*)cos = *(const float2*)(angles + dim % HALF), *(float2*)sin = *(const float2*)(angles + HALF + dim % HALF);
+#endif
   }
 };
 
 // Lays the newest token's key and value into the stage and the cache; rows of V after it become zero, whatever they hold.
 template <int BOX> INLINE void add_newest(
     const Inputs& in, const Newest& newest, int kv_head, i64 location, u32 stage, int row, int slice_end) {
-  const int lane = threadIdx.x % 32, dim = lane * 4;
-  const uint2 raw = newest.key, value = newest.value;
-  float x[4] = {widen(raw.x & 0xffff), widen(raw.x >> 16), widen(raw.y & 0xffff), widen(raw.y >> 16)};
+  constexpr int MINE = Newest::MINE, WORDS = MINE * ITEM / 4;
+  const int lane = threadIdx.x % 32, dim = lane * MINE;
+  float x[MINE];
+#pragma unroll
+  for (int i = 0; i < MINE; i++) x[i] = widen(i % 2 ? newest.key[i / 2] >> 16 : newest.key[i / 2] & 0xffff);
 #if NORM
-  float square = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
+  float square = 0.0f;
+#pragma unroll
+  for (int i = 0; i < MINE; i++) square += x[i] * x[i];
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
   const float scale = rsqrtf(square / WIDTH + in.eps);
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = rounded(x[i] * (scale * (widen(in.k_norm[dim + i]) + in.offset)));
+  for (int i = 0; i < MINE; i++) x[i] = rounded(x[i] * (scale * (widen(in.k_norm[dim + i]) + in.offset)));
 #endif
-  const float cos[4] = {newest.cos.x, newest.cos.y, newest.cos.z, newest.cos.w};
-  const float sin[4] = {newest.sin.x, newest.sin.y, newest.sin.z, newest.sin.w};
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < MINE; i++) {
     const float other = __shfl_xor_sync(~0u, x[i], 16);
-    x[i] = lane < 16 ? x[i] * cos[i] - other * sin[i] : x[i] * cos[i] + other * sin[i];
+    x[i] = lane < 16 ? x[i] * newest.cos[i] - other * newest.sin[i] : x[i] * newest.cos[i] + other * newest.sin[i];
   }
+  u32 key[WORDS], kept[WORDS];
 #if KV == BF16
-  typedef uint2 Four;
-  const Four key = make_uint2(pack(x[0], x[1]), pack(x[2], x[3])), kept = value, nothing = make_uint2(0, 0);
-#else
-  typedef u32 Four;
-  float y[4] = {widen(value.x & 0xffff), widen(value.x >> 16), widen(value.y & 0xffff), widen(value.y >> 16)};
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = rounded(x[i]) * in.k_inverse, y[i] *= in.v_inverse;
-  const Four key = narrow_four(x), kept = narrow_four(y), nothing = 0;
+  for (int i = 0; i < WORDS; i++) key[i] = pack(x[2 * i], x[2 * i + 1]), kept[i] = newest.value[i];
+#else
+  float y[MINE];
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    y[i] = widen(i % 2 ? newest.value[i / 2] >> 16 : newest.value[i / 2] & 0xffff) * in.v_inverse;
+    x[i] = rounded(x[i]) * in.k_inverse;
+  }
+  key[0] = narrow_four(x), kept[0] = narrow_four(y);
 #endif
-  auto put = [&](u32 box, int token, const Four& what) {
+  auto put = [&](u32 box, int token, const u32 (&words)[WORDS]) {
     const int byte = dim * ITEM;
     const u32 at = stage + (box + byte / ROW_BYTES) * BOX + place_of(token, byte % ROW_BYTES / 16) + byte % 16;
-    const u32* words = (const u32*)&what;
 #pragma unroll
-    for (int i = 0; i < ITEM; i++) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 4 * i), "r"(words[i]) : "memory");
+    for (int i = 0; i < WORDS; i++) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + 4 * i), "r"(words[i]) : "memory");
   };
   put(0, row, key);
   put(BOXES, row, kept);
+  const u32 nothing[WORDS] = {};
   for (int token = row + 1; token < slice_end; token++) put(BOXES, token, nothing);
   if (location >= 0) {
-    const i64 to = ((location * KV_HEADS + kv_head) * WIDTH + dim) / 4;
-    ((Four*)in.k_cache)[to] = key;
-    ((Four*)in.v_cache)[to] = kept;
+    const i64 to = ((location * KV_HEADS + kv_head) * WIDTH + dim) * ITEM / (4 * WORDS);
+#if KV == BF16 && WIDTH == 128
+    ((uint2*)in.k_cache)[to] = make_uint2(key[0], key[1]);
+    ((uint2*)in.v_cache)[to] = make_uint2(kept[0], kept[1]);
+#else
+    ((u32*)in.k_cache)[to] = key[0];
+    ((u32*)in.v_cache)[to] = kept[0];
+#endif
   }
   // The copy engine writes here next.
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
 }
 
+// Values of the tokens from `first` on, which no query sees, become zero, whatever they hold.
+template <int BOX> INLINE void hide_values(u32 stage, int first, int count) {
+  for (int token = first; token < first + count; token++)
+#pragma unroll
+    for (int box = BOXES; box < 2 * BOXES; box++)
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(stage + box * BOX + token * ROW_BYTES + threadIdx.x % 32 * 4), "r"(0) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+
 // Sums of values. A product's column n is dimension n of eight, or of 8-bit floats dimension 2 n, or 2 n + 1, of sixteen.
 struct State {
-  float acc[16][4];
+  float acc[EIGHTS][4];
   float high, norm;
 
-  // What this lane has of its row: 16 pairs of neighbouring dimensions.
+  // What this lane has of its row: EIGHTS pairs of neighbouring dimensions.
   INLINE float& of(int pair, int i) { return KV == BF16 ? acc[pair][i] : acc[pair / 2 * 2 + i][pair % 2]; }
   INLINE static int dim(int pair) {
     const int q = threadIdx.x % 4;
@@ -454,7 +492,7 @@ struct State {
 
   INLINE void clear() {
 #pragma unroll
-    for (int part = 0; part < 16; part++)
+    for (int part = 0; part < EIGHTS; part++)
 #pragma unroll
       for (int i = 0; i < 4; i++) acc[part][i] = 0.0f;
     high = LOWEST, norm = 0.0f;
@@ -468,11 +506,11 @@ struct State {
 };
 
 // Keys of eight tokens and the queries of a row of heads.
-template <int BOX> INLINE void score_eight(float (&score)[4], const u32 (&q)[8][2], u32 stage, int first) {
+template <int BOX> INLINE void score_eight(float (&score)[4], const u32 (&q)[STEPS][2], u32 stage, int first) {
   const int lane = threadIdx.x % 32, token = first + lane % 8;
 #if KV == BF16
 #pragma unroll
-  for (int step = 0; step < 8; step += 2) {
+  for (int step = 0; step < STEPS; step += 2) {
     u32 k[4];  // dimensions 16 * step .. + 32
     load4(k, stage + (step / 4) * BOX + place_of(token, step % 4 * 2 + lane / 8));
     multiply(score, q[step][0], q[step][1], k[0], k[1]);
@@ -480,7 +518,7 @@ template <int BOX> INLINE void score_eight(float (&score)[4], const u32 (&q)[8][
   }
 #else
 #pragma unroll
-  for (int step = 0; step < 8; step += 4) {
+  for (int step = 0; step < STEPS; step += 4) {
     u32 k[4];  // dimensions 16 * step .. + 64
     load4(k, stage + place_of(token, step + lane / 8));
 #pragma unroll
@@ -498,9 +536,9 @@ template <int BOX> INLINE void add_values(State& state, u32 p0, u32 p1, u32 stag
   const int lane = threadIdx.x % 32, token = first + lane % 16;
 #if KV == BF16
 #pragma unroll
-  for (int part = 0; part < 8; part++) {  // 16 dimensions each
+  for (int part = 0; part < STEPS; part++) {  // 16 dimensions each
     u32 v[4];
-    load4_transposed(v, stage + (2 + part / 4) * BOX + place_of(token, part % 4 * 2 + lane / 16));
+    load4_transposed(v, stage + (BOXES + part / 4) * BOX + place_of(token, part % 4 * 2 + lane / 16));
     multiply(state.acc[2 * part], p0, p1, v[0], v[1]);
     multiply(state.acc[2 * part + 1], p0, p1, v[2], v[3]);
   }
@@ -522,9 +560,10 @@ template <int BOX> INLINE void add_values(State& state, u32 p0, u32 p1, u32 stag
 #endif
 }
 
-// TOKENS of a stage, of which `seen` count.
+// TOKENS of a stage, of which those from `hidden` up to `seen` count.
 template <int BOX, int TOKENS> INLINE void attend_slice(
-    const Inputs& in, State& state, const u32 (&q)[8][2], u32 stage, int slice, int seen) {
+    const Inputs& in, State& state, const u32 (&q)[STEPS][2], u32 stage, int slice, int seen, int hidden) {
+  if (WINDOWED && hidden > 0) hide_values<BOX>(stage, slice, hidden);
   constexpr int TILES = TOKENS / 8;
   const int lane = threadIdx.x % 32;
   float score[TILES][4] = {};
@@ -536,7 +575,8 @@ template <int BOX, int TOKENS> INLINE void attend_slice(
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = tile * 8 + lane % 4 * 2 + i;
-      score[tile][i] = token < seen ? score[tile][i] * in.scale_log2 : LOWEST;
+      const bool counts = token < seen && (!WINDOWED || token >= hidden);
+      score[tile][i] = counts ? score[tile][i] * in.scale_log2 : LOWEST;
       top = fmaxf(top, score[tile][i]);
     }
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -553,7 +593,7 @@ template <int BOX, int TOKENS> INLINE void attend_slice(
   state.high = high;
   state.norm = state.norm * shrink + sum;  // of this lane's columns; the four lanes of a row are added at the end
 #pragma unroll
-  for (int part = 0; part < 16; part++) state.acc[part][0] *= shrink, state.acc[part][1] *= shrink;
+  for (int part = 0; part < EIGHTS; part++) state.acc[part][0] *= shrink, state.acc[part][1] *= shrink;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile += 2)
     add_values<BOX>(state, operand_of(weight[tile][0], weight[tile][1]), operand_of(weight[tile + 1][0], weight[tile + 1][1]),
@@ -567,7 +607,7 @@ INLINE void finish(
   state.add_norms();
   if (row < GROUP) {
 #pragma unroll
-    for (int pair = 0; pair < 16; pair++)
+    for (int pair = 0; pair < EIGHTS; pair++)
       *(float2*)(shared_acc + (warp * GROUP + row) * PITCH + State::dim(pair)) =
           make_float2(state.of(pair, 0), state.of(pair, 1));
     if (lane % 4 == 0) {
@@ -576,13 +616,13 @@ INLINE void finish(
     }
   }
   workers_meet();
-  // A thread has one dimension of every second row.
-  constexpr int MINE = (GROUP + 1) / 2;
+  // A thread has one dimension of every second row, or of every fourth.
+  constexpr int APART = WORKERS / WIDTH, MINE = (GROUP + APART - 1) / APART;
   const int dim = threadIdx.x % WIDTH, first_row = threadIdx.x / WIDTH;
   float acc[MINE], high[MINE], norm[MINE];
 #pragma unroll
   for (int i = 0; i < MINE; i++) {
-    const int r = min(first_row + 2 * i, GROUP - 1);
+    const int r = min(first_row + APART * i, GROUP - 1);
     high[i] = LOWEST;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) high[i] = fmaxf(high[i], shared_stats[w * GROUP + r]);
@@ -599,7 +639,7 @@ INLINE void finish(
   if (piece.first_chunk != piece.last_chunk) {
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-      const int r = first_row + 2 * i;
+      const int r = first_row + APART * i;
       if (r >= GROUP) break;
       __stcg(in.partial + ((i64)piece.place * ROWS + r) * WIDTH + dim, acc[i]);
       if (dim == 0) __stcg(in.stats + piece.place * 2 * ROWS + r, high[i]);
@@ -619,7 +659,7 @@ INLINE void finish(
         const int place = part_of(chunk, piece.first_chunk);
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
-          const int r = min(first_row + 2 * i, GROUP - 1);
+          const int r = min(first_row + APART * i, GROUP - 1);
           const float part_high = __ldcg(in.stats + place * 2 * ROWS + r);
           const float part_norm = __ldcg(in.stats + place * 2 * ROWS + ROWS + r);
           const float part = __ldcg(in.partial + ((i64)place * ROWS + r) * WIDTH + dim);
@@ -635,10 +675,10 @@ INLINE void finish(
   if (is_done) {
 #pragma unroll
     for (int i = 0; i < MINE; i++) {
-      const int r = first_row + 2 * i;
+      const int r = first_row + APART * i, head = piece.kv_head * GROUP + r;
       if (r < GROUP)
-        in.out[((i64)piece.token * HEADS + piece.kv_head * GROUP + r) * WIDTH + dim] =
-            (u16)(pack(weighed(in, acc[i], norm[i]), 0.0f) & 0xffff);
+        in.out[((i64)piece.token * HEADS + head) * WIDTH + dim] =
+            (u16)(pack(weighed(in, acc[i], with_sink(in, head, high[i], norm[i])), 0.0f) & 0xffff);
     }
   }
   workers_meet();
@@ -654,7 +694,7 @@ template <int THREADS> INLINE void zero_padding(const Inputs& in, int real_token
 INLINE void attend(
     const Inputs& in, Ring& ring, const unsigned char* extras, float* shared_acc, float* shared_stats, int* arrived) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4, slice = warp % 4 * SLICE;
-  u32 q[8][2];
+  u32 q[STEPS][2];
   State state;
   for (;; ring.next()) {
     barrier_wait(ring.full + 8 * ring.slot, ring.parity);
@@ -667,7 +707,8 @@ INLINE void attend(
     }
     const u32 stage = ring.stages + ring.slot * TILE_BYTES;
     const int seen = piece.kv_high - piece.first_position - slice;  // of this warp's tokens, and those after
-    if (piece.half == half && seen > 0) {
+    const int hidden = WINDOWED ? seen - in.window : 0;  // of them, those before the window
+    if (piece.half == half && seen > 0 && (!WINDOWED || hidden < SLICE)) {
       if (seen <= SLICE) {
         Newest newest;
         newest.load(
@@ -675,7 +716,7 @@ INLINE void attend(
         add_newest<BOX_BYTES>(
             in, newest, piece.kv_head, piece.location, stage, slice + seen - 1, slice + SLICE);
       }
-      attend_slice<BOX_BYTES, SLICE>(in, state, q, stage, slice, seen);
+      attend_slice<BOX_BYTES, SLICE>(in, state, q, stage, slice, seen, hidden);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + 8 * ring.slot);
@@ -726,7 +767,7 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
     if (real) {
       const int mine = part_of(chunk, span.first);
 #pragma unroll
-      for (int pair = 0; pair < 16; pair++)
+      for (int pair = 0; pair < EIGHTS; pair++)
         __stcg((float2*)acc_at(mine, pair), make_float2(state.of(pair, 0), state.of(pair, 1)));
       if (lane % 4 == 0) __stcg(stats_at(mine), state.high), __stcg(stats_at(mine) + ROWS, state.norm);
     }
@@ -747,7 +788,7 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
       const float top = fmaxf(state.high, part_high);
       const float old_share = exp2_(state.high - top), new_share = exp2_(part_high - top);
 #pragma unroll
-      for (int pair = 0; pair < 16; pair++) {
+      for (int pair = 0; pair < EIGHTS; pair++) {
         const float2 two = __ldcg((const float2*)acc_at(other, pair));
         state.of(pair, 0) = state.of(pair, 0) * old_share + two.x * new_share;
         state.of(pair, 1) = state.of(pair, 1) * old_share + two.y * new_share;
@@ -757,11 +798,13 @@ INLINE void finish_alone(const Inputs& in, State& state, const Span& span, int c
     }
   }
   if (!real) return;
-  u16* to = in.out + ((i64)span.token * HEADS + span.kv_head * GROUP + row) * WIDTH;
+  const int head = span.kv_head * GROUP + row;
+  u16* to = in.out + ((i64)span.token * HEADS + head) * WIDTH;
+  const float norm = with_sink(in, head, state.high, state.norm);
 #pragma unroll
-  for (int pair = 0; pair < 16; pair++)
+  for (int pair = 0; pair < EIGHTS; pair++)
     *(u32*)(to + State::dim(pair)) =
-        pack(weighed(in, state.of(pair, 0), state.norm), weighed(in, state.of(pair, 1), state.norm));
+        pack(weighed(in, state.of(pair, 0), norm), weighed(in, state.of(pair, 1), norm));
 }
 
 extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
@@ -814,7 +857,7 @@ extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
       }
       const i64 token = span.token;
       const float* angles = in.cos_sin + (i64)span.position * WIDTH;
-      u32 q[8][2];
+      u32 q[STEPS][2];
       Newest newest;
       if (span.until == span.blocks)
         newest.load(in.k + token * in.k_token + span.kv_head * WIDTH, in.v + token * in.v_token + span.kv_head * WIDTH, angles);
@@ -827,7 +870,9 @@ extern "C" __global__ void __launch_bounds__(32 * MANY_WARPS, 1) decode_many(
         barrier_wait(full + 8 * slot, parity);
         if (seen <= MANY_TOKENS)
           add_newest<MANY_BOX_BYTES>(in, newest, span.kv_head, span.location, stage, seen - 1, MANY_TOKENS);
-        attend_slice<MANY_BOX_BYTES, MANY_TOKENS>(in, state, q, stage, 0, seen);
+        const int hidden = WINDOWED ? seen - in.window : 0;
+        if (!WINDOWED || hidden < MANY_TOKENS)
+          attend_slice<MANY_BOX_BYTES, MANY_TOKENS>(in, state, q, stage, 0, seen, hidden);
         __syncwarp();
         if (next(slot)) parity ^= 1;
         ask();

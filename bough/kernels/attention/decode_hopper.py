@@ -22,10 +22,10 @@ from bough.kernels.attention.triton import Workspace
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 from bough.kernels.launching import num_sms
 
-_SOURCE = Path(__file__).with_suffix(".cu")
+SOURCE = Path(__file__).with_suffix(".cu")
 _STAGES = 5
-WIDTH = 128
-"""Of a head."""
+_WIDTHS = (64, 128)
+"""Of a head; of 8-bit floats the wider one alone."""
 _MOST_GROUP = 8
 FEW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * _STAGES)
 """A chunk that fits into the ring has been read when its query comes: it is not cut. Longer rows are cut into equal parts
@@ -37,6 +37,9 @@ FEW_SMALL = Shape(block_m=16, block_n=64, num_warps=9, num_stages=6, ctas_per_sm
 MANY_SMALL = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
 """The same for a cache of 8-bit floats. On an H200, a layer of a Llama-8B takes 223 us with 200 rows of 2,000 tokens (bf16:
 435), 36 with 100 of 600 (64); with eight stages, few rows take a tenth longer."""
+FEW_NARROW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=8, ctas_per_sm=1, min_tokens=64 * 8)
+MANY_NARROW = Shape(block_m=16, block_n=64, num_warps=8, num_stages=6, ctas_per_sm=4, may_align=True)
+"""The same for heads of 64 numbers: more tokens for the same bytes."""
 _LOG2E = 1.4426950408889634
 
 
@@ -58,6 +61,8 @@ FORMS: Final[dict[torch.dtype, _Form]] = {
     torch.float8_e4m3fn: _Form(1, FEW_SMALL, MANY_SMALL, 32, 1),
     torch.float8_e5m2: _Form(2, FEW_SMALL, MANY_SMALL, 32, 1),
 }
+NARROW: Final = _Form(0, FEW_NARROW, MANY_NARROW, 16, 2)
+"""For heads of 64 numbers of bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,60 +90,91 @@ class _Inputs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("chunk_tile", "counters", "partial", "stats", "queue")),
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("q_token", "k_token", "v_token")),
-        *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens")),
+        ("sinks", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("tile_room", "page_size", "num_tokens", "window")),
         *((name, ctypes.c_float) for name in ("scale_log2", "eps", "offset", "k_inverse", "v_inverse", "v_scale")),
     )
 
 
-@cache
-def _kernel(
-    device: torch.device, dtype: torch.dtype, group: int, kv_heads: int, *, many: bool, norm: bool
-) -> CudaKernel:
-    """`dtype`: that of the cache."""
-    form = FORMS[dtype]
-    few_shape, many_shape = form.few, form.many
-    defines = {
-        "GROUP": group, "KV_HEADS": kv_heads, "NORM": int(norm), "KV": form.kind, "STAGES": few_shape.num_stages,
-        "MANY_WARPS": many_shape.num_warps, "MANY_STAGES": many_shape.num_stages, "MANY_TOKENS": form.many_tokens,
+class Layer(NamedTuple):
+    """What a kernel is compiled for. `dtype`: that of the cache."""
+
+    dtype: torch.dtype
+    width: int
+    group: int
+    kv_heads: int
+    norm: bool = False
+    sinks: bool = False
+    windowed: bool = False
+
+    @staticmethod
+    def of(spec: Spec, inputs: AttentionInputs, norm: bool) -> Layer:
+        """That of a layer with or without norms of its heads."""
+        dtype, group = inputs.k_caches[spec.layer].dtype, spec.num_heads // spec.num_kv_heads
+        has = norm, spec.sinks is not None, spec.window is not None
+        return Layer(dtype, spec.head_dim, group, spec.num_kv_heads, *has)
+
+    @property
+    def form(self) -> _Form:
+        return _form(self.dtype, self.width)
+
+
+def _form(dtype: torch.dtype, width: int) -> _Form:
+    return NARROW if width == _WIDTHS[0] else FORMS[dtype]
+
+
+def defines(layer: Layer, form: _Form) -> dict[str, int]:
+    """What the source is given."""
+    few, many = form.few, form.many
+    return {
+        "GROUP": layer.group, "KV_HEADS": layer.kv_heads, "NORM": int(layer.norm), "KV": form.kind,
+        "WIDTH": layer.width, "SINKS": int(layer.sinks), "WINDOWED": int(layer.windowed), "STAGES": few.num_stages,
+        "MANY_WARPS": many.num_warps, "MANY_STAGES": many.num_stages, "MANY_TOKENS": form.many_tokens,
     }  # fmt: skip
-    cubin = cached_cubin(_SOURCE, "sm_90a", defines)
-    token = 2 * WIDTH * dtype.itemsize  # bytes of its key and value
+
+
+@cache
+def _kernel(device: torch.device, layer: Layer, form: _Form, *, many: bool) -> CudaKernel:
+    cubin = cached_cubin(SOURCE, "sm_90a", defines(layer, form))
+    width = layer.width
+    token = 2 * width * layer.dtype.itemsize  # bytes of its key and value
     if many:
-        shape, name = many_shape, "decode_many"
+        shape, name = form.many, "decode_many"
         stage = shape.num_warps * form.many_tokens * token
     else:
-        shape, name = few_shape, "decode"
-        stage = shape.block_n * token + 2 * WIDTH * 2 + (4 + 2 * group) * WIDTH
+        shape, name = form.few, "decode"
+        stage = shape.block_n * token + 2 * width * 2 + (4 + 2 * layer.group) * width
     return CudaKernel(cubin, name, device, threads=32 * shape.num_warps, shared_bytes=shape.num_stages * stage + 1024)
 
 
 @cache
-def _is_ready(device: torch.device) -> bool:
+def _is_ready(device: torch.device, layer: Layer) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    load = partial(_kernel, device, torch.bfloat16, 4, 8, many=False, norm=False)
+    load = partial(_kernel, device, layer, layer.form, many=False)
     return runs_on(device, load, "decode rows are attended to by the portable kernel")
 
 
 def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
     """Whether the kernel can serve a layer of a step in which no row has more than one token."""
-    device = raw.q_TNH.device
-    if inputs.shared is not None or inputs.tail is not None or not _is_ready(device):
+    if inputs.shared is not None or inputs.tail is not None:
         return False
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     fresh = (raw.q_TNH, raw.k_TKH, raw.v_TKH)
-    plain = spec.causal and spec.window is None and spec.softcap is None and spec.is_plain
+    plain = spec.causal and all(each is None for each in (spec.softcap, spec.chunk, spec.slopes)) and not spec.latent
     if k_cache.dtype == torch.bfloat16:
         plain = plain and inputs.scales(spec.layer) == (1.0, 1.0)
     typed = all(each.dtype == torch.bfloat16 for each in fresh) and k_cache.dtype == v_cache.dtype in FORMS
-    shaped = spec.head_dim == WIDTH == v_cache.shape[3] and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
+    widths = _WIDTHS if k_cache.dtype == torch.bfloat16 else _WIDTHS[1:]
+    shaped = spec.head_dim == v_cache.shape[3] in widths and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
     paged = inputs.page_size % FEW.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    return plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(raw)
+    fits = plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(spec, raw)
+    return fits and _is_ready(raw.q_TNH.device, Layer.of(spec, inputs, raw.q_norm is not None))
 
 
-def _can_turn(raw: Raw) -> bool:
+def _can_turn(spec: Spec, raw: Raw) -> bool:
     """Whether the kernel knows the norms and the rotation."""
     angles = raw.cos_sin_PR
-    if raw.interleaved or angles.shape[1] != WIDTH or angles.dtype != torch.float32:
+    if raw.interleaved or angles.shape[1] != spec.head_dim or angles.dtype != torch.float32:
         return False
     norms = [norm for norm in (raw.q_norm, raw.k_norm) if norm is not None]
     return angles.is_contiguous() and len(norms) != 1 and all(norm.dtype == torch.bfloat16 for norm in norms)
@@ -146,7 +182,7 @@ def _can_turn(raw: Raw) -> bool:
 
 def shape_for(spec: Spec, inputs: AttentionInputs) -> Shape:
     """How to plan the rows of a step."""
-    form = FORMS[inputs.k_caches[spec.layer].dtype]
+    form = _form(inputs.k_caches[spec.layer].dtype, spec.head_dim)
     few = inputs.num_tokens * spec.num_kv_heads <= form.few_per_sm * num_sms(inputs.kv_len_R.device)
     return form.few if few else form.many
 
@@ -163,23 +199,25 @@ def attend(
     device = q.device
     k_cache, v_cache = inputs.k_caches[spec.layer], inputs.v_caches[spec.layer]
     k_scale, v_scale = inputs.scales(spec.layer)
-    out = torch.empty((inputs.num_tokens, spec.num_heads, WIDTH), dtype=q.dtype, device=device)
+    out = torch.empty((inputs.num_tokens, spec.num_heads, spec.head_dim), dtype=q.dtype, device=device)
     given: dict[str, Tensor | None] = {
         "q": q, "k": k, "v": v, "q_norm": raw.q_norm, "k_norm": raw.k_norm, "cos_sin": raw.cos_sin_PR,
         "positions": raw.positions_T, "locations": inputs.loc_T, "k_cache": k_cache, "v_cache": v_cache, "out": out,
         "page_table": inputs.page_table, "tiles": plan.tiles, "header": plan.header, "chunk_tile": plan.chunk_tile,
         "counters": plan.counters, "partial": workspace.partial, "stats": workspace.stats, "queue": workspace.queue,
+        "sinks": spec.sinks,
     }  # fmt: skip
     structure = _Inputs(
         **{name: None if each is None else each.data_ptr() for name, each in given.items()},
         table_stride=inputs.page_table.stride(0), q_token=q.stride(0), k_token=k.stride(0), v_token=v.stride(0),
         tile_room=plan.tiles.shape[1], page_size=inputs.page_size, num_tokens=inputs.num_tokens,
-        scale_log2=spec.scale * k_scale * _LOG2E, eps=raw.eps, offset=raw.offset,
+        window=spec.window or 0, scale_log2=spec.scale * k_scale * _LOG2E, eps=raw.eps, offset=raw.offset,
         k_inverse=1.0 / k_scale, v_inverse=1.0 / v_scale, v_scale=v_scale,
     )  # fmt: skip
-    group, shape, form = spec.num_heads // spec.num_kv_heads, plan.shape, FORMS[k_cache.dtype]
+    shape, layer = plan.shape, Layer.of(spec, inputs, raw.q_norm is not None)
+    form = layer.form
     many = shape is form.many
-    kernel = _kernel(device, k_cache.dtype, group, spec.num_kv_heads, many=many, norm=raw.q_norm is not None)
+    kernel = _kernel(device, layer, form, many=many)
     box_rows = form.many_tokens if many else shape.block_n
     maps = (tensor_map(_flat(k_cache), box_rows), tensor_map(_flat(v_cache), box_rows))
     stream = current_stream(device)

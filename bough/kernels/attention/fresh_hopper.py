@@ -107,9 +107,7 @@ def suits(
     )
 
 
-def is_ready(
-    q_TNH: Tensor, k_TKH: Tensor, *, window: int | None = None, sinks: Tensor | None = None
-) -> bool:
+def is_ready(q_TNH: Tensor, k_TKH: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> bool:
     """Whether the kernel is compiled for these numbers of heads and this dtype on this device."""
     form = Form(q_TNH.dtype, q_TNH.shape[2], _in_pairs(q_TNH, k_TKH), sinks is not None, window is not None)
     return _is_ready(q_TNH.device, form)

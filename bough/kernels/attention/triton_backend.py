@@ -369,7 +369,7 @@ class TritonAttention:
         if found is None:
             shape = decode_hopper.shape_for(spec, inputs)
             found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
-        workspace = self._workspace(found, decode_hopper.WIDTH)
+        workspace = self._workspace(found, spec.head_dim)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 
     def _decode_latents(self, spec: Spec, inputs: AttentionInputs, q_TNX: Tensor, out_TNR: Tensor) -> None:
