@@ -4,6 +4,7 @@ import ctypes
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_a_block_fits_a_multiprocessor(head_dim: int) -> None:
 
 def test_the_source_is_given_what_it_expects() -> None:
     source = fresh_hopper.SOURCE.read_text()
-    for name in fresh_hopper.defines(torch.bfloat16, 128, pair=True):
+    for name in fresh_hopper.defines(fresh_hopper.Form(torch.bfloat16, 128, pair=True)):
         assert re.search(rf"\b{name}\b", source)
     for name, structure in (("Args", fresh_hopper._Args), ("Place", Place)):
         found = re.search(rf"struct {name} {{(.*?)}};", source, re.S)
@@ -95,6 +96,8 @@ class Recorded:
     def __init__(self) -> None:
         self.launches: list[tuple[int, list[tuple[int, int, int]], dict[str, int]]] = []
         self.tables: list[int | None] = []
+        self.others: list[tuple[int, int | None]] = []
+        """Windows and sinks."""
 
     def launch(self, blocks: int, arguments: list[object], stream: int) -> None:
         args = arguments[-1]
@@ -103,6 +106,7 @@ class Recorded:
         numbers = {name: getattr(args, name) for name in ("stream", "heads", "heads_per_kv", "section", "out_token")}
         self.launches.append((blocks, places, numbers))
         self.tables.append(args.table)
+        self.others.append((args.window, args.sinks))
 
 
 @pytest.fixture
@@ -179,7 +183,7 @@ def test_rows_go_to_the_kernel_where_it_suits(recorded: Recorded, monkeypatch: p
 
     monkeypatch.setattr(fresh, "_sdpa", vendor)
     q, k, v, out = tensors(300)
-    assert fresh.shortest(q, v) == fresh.FRESH_FROM
+    assert fresh.shortest(LAYER, q, v) == fresh.FRESH_FROM
     fresh.attend_fresh(q, k, v, [(0, 100), (100, 200)], 0.1, out)
     assert fresh.attend_whole(q, k, v, 100, 0.1).shape == q.shape
     assert [sorted({first for first, _, _ in places}) for _, places, _ in recorded.launches] == [
@@ -208,7 +212,7 @@ def test_without_a_compiler_cudnn_takes_long_rows_and_that_is_said_once(
     with caplog.at_level(logging.WARNING, "bough.kernels"):
         assert not fresh_hopper.suits(q, k, v)
         assert not fresh_hopper.suits(q, k, v)
-        assert fresh.shortest(q, v) == fresh.CUDNN_FROM
+        assert fresh.shortest(LAYER, q, v) == fresh.CUDNN_FROM
     assert [record.message.count("libnvrtc") for record in caplog.records] == [1]
 
 
@@ -218,7 +222,7 @@ def test_other_devices_are_left_alone(recorded: Recorded, monkeypatch: pytest.Mo
     fresh_hopper._is_ready.cache_clear()
     monkeypatch.setattr(cuda_source, "facts_of", lambda *_: Facts("cuda", (10, 0)))
     assert not fresh_hopper.suits(q, k, v)
-    assert fresh.shortest(q, v) == fresh.CUDNN_FROM
+    assert fresh.shortest(LAYER, q, v) == fresh.CUDNN_FROM
 
 
 @pytest.mark.parametrize(
@@ -236,6 +240,23 @@ def test_fresh_keys_are_those_that_a_cache_gives_back(dtype: torch.dtype, scale:
 
 
 LAYER = AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
+
+
+@pytest.mark.usefixtures("hopper", "stream")
+def test_windows_and_sinks_are_left_to_the_kernel_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "facts_of", lambda *_: Facts("cuda", (9, 0)))
+    sinks = torch.zeros(4)
+    q, k, v, out = tensors(300)
+    apart = k.transpose(0, 1).contiguous().transpose(0, 1)  # the copy engine takes no such keys
+    for layer in (replace(LAYER, window=100), replace(LAYER, sinks=sinks), replace(LAYER, window=7, sinks=sinks)):
+        assert fresh.suits(layer, q, v)
+        assert not fresh.suits(layer, q, v, hopper=False)
+        assert not fresh.suits(replace(layer, softcap=3.0), q, v)
+        assert fresh.shortest(layer, q, v) == fresh.FRESH_FROM
+        fresh.attend_fresh(q, apart, v, [(0, 300)], 0.1, out, window=layer.window, sinks=layer.sinks)
+        fresh.attend_whole(q, k, v, 100, 0.1, window=layer.window, sinks=layer.sinks)
+        want = (layer.window or 0, None if layer.sinks is None else sinks.data_ptr())
+        assert recorded.others[-2:] == [want, want]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +287,7 @@ def test_the_fresh_rows_of_a_steps_end_are_rotated_by_attention(
     for module, name, fake in (
         (backend, "rope_and_write", rope),
         (fresh, "attend_fresh", attend_fresh),
-        (fresh, "suits", lambda *_: True),
+        (fresh, "suits", lambda *_, **__: True),
         (fresh, "shortest", lambda *_, **__: 64),
         (fresh, "rotates", lambda *_, **__: True),
         (backend.plan, "plan_rows", lambda *_, **__: None),

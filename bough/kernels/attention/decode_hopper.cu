@@ -655,19 +655,34 @@ INLINE void finish(
       if (threadIdx.x == 0) in.counters[piece.counter] = 0;
 #pragma unroll
       for (int i = 0; i < MINE; i++) acc[i] = norm[i] = 0.0f, high[i] = LOWEST;
-      for (int chunk = piece.first_chunk; chunk <= piece.last_chunk; chunk++) {
-        const int place = part_of(chunk, piece.first_chunk);
+      // Several at a time, so that they are all on their way before the first has come.
+      constexpr int BATCH = MINE >= 4 ? 4 : 8;
+      for (int base = piece.first_chunk; base <= piece.last_chunk; base += BATCH) {
+        float part_high[BATCH][MINE], part_norm[BATCH][MINE], part[BATCH][MINE];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+          const bool real = base + b <= piece.last_chunk;
+          const int place = part_of(min(base + b, piece.last_chunk), piece.first_chunk);
+#pragma unroll
+          for (int i = 0; i < MINE; i++) {
+            const int r = min(first_row + APART * i, GROUP - 1);
+            part_high[b][i] = real ? __ldcg(in.stats + place * 2 * ROWS + r) : LOWEST;
+            part_norm[b][i] = real ? __ldcg(in.stats + place * 2 * ROWS + ROWS + r) : 0.0f;
+            part[b][i] = real ? __ldcg(in.partial + ((i64)place * ROWS + r) * WIDTH + dim) : 0.0f;
+          }
+        }
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
-          const int r = min(first_row + APART * i, GROUP - 1);
-          const float part_high = __ldcg(in.stats + place * 2 * ROWS + r);
-          const float part_norm = __ldcg(in.stats + place * 2 * ROWS + ROWS + r);
-          const float part = __ldcg(in.partial + ((i64)place * ROWS + r) * WIDTH + dim);
-          const float top = fmaxf(high[i], part_high);
-          const float old_share = exp2_(high[i] - top), new_share = exp2_(part_high - top);
-          acc[i] = acc[i] * old_share + part * new_share;
-          norm[i] = norm[i] * old_share + part_norm * new_share;
-          high[i] = top;
+          float top = high[i];
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) top = fmaxf(top, part_high[b][i]);
+          const float old_share = exp2_(high[i] - top);
+          acc[i] *= old_share, norm[i] *= old_share, high[i] = top;
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) {
+            const float share = exp2_(part_high[b][i] - top);
+            acc[i] += part[b][i] * share, norm[i] += part_norm[b][i] * share;
+          }
         }
       }
     }

@@ -24,8 +24,8 @@ CUDNN_FROM = 512
 
 
 def suits(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> bool:
-    """Whether rows of this layer can be attended to here, on this device. Windows and sinks are known to the kernel for Hopper
-    alone."""
+    """Whether rows of this layer can be attended to here, on this device. The kernel for Hopper alone knows windows and
+    sinks."""
     facts = facts_of(q_TNH.device.type, q_TNH.device.index)
     possible = (
         facts.device_type == "cuda"

@@ -132,7 +132,8 @@ def attend(
 ) -> None:
     """Fills `out_TNH`, contiguous but for its tokens' stride, for the rows; other tokens stay. Needs `suits`.
 
-    `window` and `sinks` are those of `AttentionSpec`. With `cos_sin_PR`, which it `can_rotate` by, the queries are not rotated yet: those of a row are at positions 0, 1, ...
+    `window` and `sinks` are those of `AttentionSpec`. With `cos_sin_PR`, which it `can_rotate` by, the queries are not
+    rotated yet: those of a row are at positions 0, 1, ...
     """
     tiles, device = cut(rows), q_TNH.device
     if cos_sin_PR is not None and tiles.longest > cos_sin_PR.shape[0]:

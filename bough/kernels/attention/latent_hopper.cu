@@ -399,16 +399,33 @@ struct Worker {
         total_high = LOWEST, total_norm = 0.0f;
 #pragma unroll
         for (int i = 0; i < FOURS; i++) total[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (int each = span.first; each <= span.last; each++) {
-          const int part = part_of(each, span.first);
-          const float other = __ldcg(stats_of(part)), other_norm = __ldcg(stats_of(part) + ROWS);
-          const float top = fmaxf(total_high, other), base = top == LOWEST ? 0.0f : top;
-          const float old_share = exp2_(total_high - base), new_share = exp2_(other - base);
+        // Several at a time, so that they are all on their way before the first has come.
+        constexpr int BATCH = 8 / FOURS;
+        for (int base = span.first; base <= span.last; base += BATCH) {
+          float other[BATCH], other_norm[BATCH], top = total_high;
+          float4 part[BATCH][FOURS];
 #pragma unroll
-          for (int i = 0; i < FOURS; i++) add(total[i], __ldcg(sums_of(part) + i * 16), old_share, new_share);
-          total_norm = total_norm * old_share + other_norm * new_share;
-          total_high = top;
+          for (int b = 0; b < BATCH; b++) {
+            const int place = part_of(min(base + b, span.last), span.first);
+            const bool real = base + b <= span.last;
+            other[b] = real ? __ldcg(stats_of(place)) : LOWEST;
+            other_norm[b] = real ? __ldcg(stats_of(place) + ROWS) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < FOURS; i++) part[b][i] = __ldcg(sums_of(place) + i * 16);
+          }
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) top = fmaxf(top, other[b]);
+          const float anchor = top == LOWEST ? 0.0f : top;
+          float old_share = exp2_(total_high - anchor);
+          total_norm *= old_share, total_high = top;
+#pragma unroll
+          for (int b = 0; b < BATCH; b++) {
+            const float share = exp2_(other[b] - anchor);
+            total_norm += other_norm[b] * share;
+#pragma unroll
+            for (int i = 0; i < FOURS; i++) add(total[i], part[b][i], old_share, share);
+            old_share = 1.0f;
+          }
         }
       }
     }

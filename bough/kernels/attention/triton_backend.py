@@ -288,8 +288,8 @@ class TritonAttention:
         q_TNX: Tensor,
         out_TNR: Tensor,
     ) -> None:
-        """Attends to latents as they are: to all of a row, or to the chosen ones. Neither `prepared` nor `choice`: by the kernel
-        for decode rows."""
+        """Attends to latents as they are: to all of a row, or to chosen ones. With neither `prepared` nor `choice`, by the
+        kernel for decode rows."""
         if prepared is not None:
             self._launch(spec, inputs, prepared, q_TNX, out_TNR)
         elif choice is not None:
