@@ -11,7 +11,7 @@
 // together its part of the dimensions. A row cut over several chunks is put together by the clusters that finish last, again
 // each thread block for its dimensions: one alone would read 32 KB of every chunk.
 //
-// Given: HEADS (at most 16), CLUSTER (1, 2, 4 or 8), STAGES of the ring.
+// Given: HEADS (at most 16), CLUSTER (1, 2 or 4), STAGES of the ring.
 
 #include "hopper.cuh"
 

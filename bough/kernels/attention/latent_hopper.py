@@ -27,7 +27,7 @@ STAGES = 4
 _WARPS = 9
 _BOXES = WIDTH * 2 // 128
 _LOG2E = 1.4426950408889634
-_MOST_CLUSTER = 8
+_MOST_CLUSTER = 4
 
 
 def _shape(cluster: int) -> Shape:
@@ -38,9 +38,26 @@ def _shape(cluster: int) -> Shape:
     )  # fmt: skip
 
 
-SHAPES = {cluster: _shape(cluster) for cluster in (1, 2, 4, _MOST_CLUSTER)}
-CLUSTERS = ((8, 8), (32, 4), (64, 2))
-"""(Rows, multiprocessors of a cluster): for up to that number of rows; for more rows each works alone."""
+SHAPES = {cluster: _shape(cluster) for cluster in (1, 2, _MOST_CLUSTER)}
+CLUSTERS = ((4, 4), (8, 2))
+"""(Rows, multiprocessors of a cluster): for up to that number of rows; for more rows each works alone. A graph is captured
+for a number of rows whose contexts aren't known, so the number alone decides. On an H200 with 16 heads, us a layer:
+
+    rows x context      1       2       4       8   portable kernel
+    1 x 128           5.9     5.8     5.1     5.3       8.7
+    1 x 15,000       53.2    24.4    22.2    19.5
+    2 x 500           9.3     6.7     6.1     6.6
+    4 x 2,000        20.7    16.9    15.8    15.8      37.6
+    8 x 4,000        26.3    24.9    31.9    31.0
+    12 x 700         12.5    14.0    22.4    18.8
+    24 x 1,000       20.0    21.3    31.9    36.1      26.1
+    48 x 1,500       35.6    39.1    64.1    70.4
+    64 x 200         15.3    16.0    25.0    45.4
+    100 x 600        32.2    37.9    75.9   107.9      37.5
+    200 x 300        35.5    45.8   103.0   169.7      30.0
+"""
+MOST_ROWS = 128
+"""The portable kernel is faster with many more (see `CLUSTERS`)."""
 
 
 class _Inputs(ctypes.Structure):
@@ -116,8 +133,10 @@ def _is_ready(device: torch.device, heads: int) -> bool:
 
 
 def suits(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor) -> bool:
-    """Whether the kernel can serve a layer of a step: one in which no row has more than one token."""
-    if inputs.max_query != 1 or inputs.shared is not None or inputs.tree is not None or inputs.tail is not None:
+    """Whether the kernel should serve a layer of a step: one of decode rows alone, and of not too many."""
+    if inputs.num_tokens > MOST_ROWS or inputs.max_query != 1:
+        return False
+    if inputs.shared is not None or inputs.tree is not None or inputs.tail is not None:
         return False
     cache_ = inputs.k_caches[spec.layer]
     shaped = spec.latent and (spec.head_dim, spec.v_head_dim) == (WIDTH, RANK) and spec.num_heads <= MOST_HEADS
