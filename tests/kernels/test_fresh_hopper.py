@@ -245,12 +245,14 @@ LAYER = AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=64, scale=0
 @pytest.mark.usefixtures("hopper", "stream")
 def test_windows_and_sinks_are_left_to_the_kernel_alone(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "facts_of", lambda *_: Facts("cuda", (9, 0)))
+    monkeypatch.setattr(fresh, "MASKED_FROM", 300)
     sinks = torch.zeros(4)
     q, k, v, out = tensors(300)
     apart = k.transpose(0, 1).contiguous().transpose(0, 1)  # the copy engine takes no such keys
     for layer in (replace(LAYER, window=100), replace(LAYER, sinks=sinks), replace(LAYER, window=7, sinks=sinks)):
         assert fresh.suits(layer, q, v)
         assert not fresh.suits(layer, q, v, hopper=False)
+        assert not fresh.suits(layer, q[:299], v[:299])  # the paged kernel is faster in small steps
         assert not fresh.suits(replace(layer, softcap=3.0), q, v)
         assert fresh.shortest(layer, q, v) == fresh.FRESH_FROM
         fresh.attend_fresh(q, apart, v, [(0, 300)], 0.1, out, window=layer.window, sinks=layer.sinks)

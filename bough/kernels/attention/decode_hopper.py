@@ -29,10 +29,11 @@ _WIDTHS = (64, 128)
 _MOST_GROUP = 8
 _FEW_HEADS = 4
 FEW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=_STAGES, ctas_per_sm=1, min_tokens=64 * 3)
-"""Rows are cut into equal parts for all multiprocessors, also if there are more rows than those: on an H200, 24 rows of 8,000
-tokens with 8 KV heads are read at 4.02 TB/s so, and at 3.26 if they stay whole (24 of 1,000: 3.37 and 3.16). A part is never
-shorter than three blocks, though five fit into the ring and have been read when the query comes: 2 rows of 700 tokens take
-5.7 us so (two blocks: 6.9, five: 6.3), 4 of 2,000 with 4 KV heads 12.6 (12.6, 14.1), and longer rows the same."""
+"""Rows are cut into equal parts for all multiprocessors, also if there are more rows than those: on an H200, 24 rows of
+8,000 tokens with 8 KV heads are read at 4.02 TB/s so, and at 3.26 if they stay whole (24 of 1,000: 3.37 and 3.16). A part
+is never shorter than three blocks, though five fit into the ring and have been read when the query comes: 2 rows of 700
+tokens take 5.7 us so (two blocks: 6.9, five: 6.3), 4 of 2,000 with 4 KV heads 12.6 (12.6, 14.1), and longer rows the same.
+"""
 MANY = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_sm=4, may_align=True)
 """Every warp attends to chunks of its own. With half of them at work the memory is busy."""
 FEW_SMALL = Shape(block_m=16, block_n=64, num_warps=9, num_stages=6, ctas_per_sm=1, min_tokens=64 * 6, may_align=True)
@@ -41,8 +42,8 @@ MANY_SMALL = Shape(block_m=16, block_n=64, num_warps=8, num_stages=3, ctas_per_s
 435), 36 with 100 of 600 (64); with eight stages, few rows take a tenth longer."""
 FEW_NARROW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=8, ctas_per_sm=1, min_tokens=64 * 8)
 MANY_NARROW = Shape(block_m=16, block_n=64, num_warps=8, num_stages=6, ctas_per_sm=4, may_align=True)
-"""The same for heads of 64 numbers: more tokens for the same bytes. On an H200, the layers of a gpt-oss-20b take 9.4 us with 4
-rows of 2,000 tokens (five stages: 9.9, ten: 11.8), and 4.3 with their window of 128."""
+"""The same for heads of 64 numbers: more tokens for the same bytes. On an H200, a layer of a gpt-oss-20b takes 9.4 us with
+4 rows of 2,000 tokens (five stages: 9.9, ten: 11.8; the portable kernel: 13.8), and 4.3 with a window of 128."""
 _LOG2E = 1.4426950408889634
 
 

@@ -1,16 +1,19 @@
 """Decode rows on Hopper: the kernel that rotates, writes and attends gives what the portable kernels give, and writes it."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from triton_cases.bed import Bed
+from triton_cases.bed import Bed, pairwise
 from triton_cases.layers import attention_inputs, layer_of
 
 from bough.kernels.attention import decode_hopper
+from bough.kernels.attention.decode_hopper import Layer
 from bough.kernels.attention.inputs import AttentionInputs
 from bough.kernels.attention.triton_backend import TritonAttention
+from bough.kernels.cuda_source import cached_cubin
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -41,22 +44,24 @@ def suited(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> l
 
     monkeypatch.setattr(decode_hopper, "suits", watch)
     per_sm = 1 << 20 if request.param == "together" else 0
-    forms = {dtype: form._replace(few_per_sm=per_sm) for dtype, form in decode_hopper.FORMS.items()}
+    wanted = {"few_per_sm": per_sm, "few_per_sm_of_few_heads": per_sm}
+    forms = {dtype: form._replace(**wanted) for dtype, form in decode_hopper.FORMS.items()}
     monkeypatch.setattr(decode_hopper, "FORMS", forms)
+    monkeypatch.setattr(decode_hopper, "NARROW", decode_hopper.NARROW._replace(**wanted))
     return said
 
 
 PORTABLE = "portable"
 
 
-def _tensors(inputs: AttentionInputs, heads: int, kv_heads: int, norm: bool) -> dict[str, object]:
-    tokens, width = inputs.num_tokens, 128
+def _tensors(inputs: AttentionInputs, heads: int, kv_heads: int, norm: bool, width: int = 128) -> dict[str, object]:
+    tokens = inputs.num_tokens
     product = torch.randn(tokens, (heads + 2 * kv_heads) * width, device="cuda").bfloat16()
     q, k, v = product.split([heads * width, kv_heads * width, kv_heads * width], 1)
     positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
     lengths = inputs.kv_len_R[inputs.kv_len_R > 0].long()
     positions[: len(lengths)] = lengths - 1
-    angles = torch.rand(32768, 64, device="cuda") * 6.28
+    angles = torch.rand(32768, width // 2, device="cuda") * 6.28
     weights = [torch.randn(width, device="cuda").bfloat16() if norm else None for _ in range(2)]
     return {
         "q_TNH": q.unflatten(1, (heads, width)),
@@ -110,6 +115,68 @@ def test_gives_what_the_portable_kernels_give(
     for mine, theirs in zip((*inputs.k_caches, *inputs.v_caches), (*other.k_caches, *other.v_caches), strict=True):
         close = torch.isclose(mine.float(), theirs.float(), rtol=1e-2, atol=1e-2, equal_nan=True)
         assert close.all(), "the caches differ"
+
+
+LAYERS = {
+    "gpt-oss": Layer(torch.bfloat16, 64, 8, 8, sinks=True),
+    "gpt-oss, window": Layer(torch.bfloat16, 64, 8, 8, sinks=True, windowed=True),
+    "narrow": Layer(torch.bfloat16, 64, 7, 2, norm=True),
+    "wide, window": Layer(torch.bfloat16, 128, 4, 2, norm=True, windowed=True),
+}
+
+
+@pytest.fixture(scope="module")
+def _compiled() -> None:
+    """All at once: one after the other takes seconds each."""
+    with ThreadPoolExecutor(len(LAYERS)) as pool:
+        list(
+            pool.map(
+                lambda each: cached_cubin(decode_hopper.SOURCE, "sm_90a", decode_hopper.defines(each, each.form)),
+                LAYERS.values(),
+            )
+        )
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize(
+    ("number", "name", "most_seen"), pairwise(range(1, len(CONTEXTS)), list(LAYERS), [1, 100, 128, 700])
+)
+def test_windows_sinks_and_narrow_heads(number: int, name: str, most_seen: int, suited: list[object]) -> None:
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    bed = Bed(torch.device("cuda"), True, random.Random(7))
+    contexts, layer = CONTEXTS[number], LAYERS[name]
+    heads, window = (layer.group * layer.kv_heads, layer.kv_heads), most_seen if layer.windowed else None
+    sinks = 2 * bed.normal(heads[0]) if layer.sinks else None
+    spec = layer_of(*heads, layer.width, window=window, sinks=sinks)
+    page_size = PAGES[number % len(PAGES)]
+    inputs = attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
+    caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
+    other = replace(inputs, k_caches=caches[0], v_caches=caches[1])
+    for cache in (*inputs.k_caches, *inputs.v_caches):  # what a row doesn't attend to is no number
+        seen = torch.zeros(cache.shape[:2], dtype=torch.bool)
+        for row, context in enumerate(contexts):
+            places = torch.arange(0 if window is None else max(0, context + 1 - window), context + 1)
+            pages = inputs.page_table[int(inputs.slots_R[row])].cpu()[places // page_size].long()
+            seen[pages, places % page_size] = True
+        cache[~seen.to(cache.device)] = float("nan")
+    given = _tensors(inputs, *heads, layer.norm, layer.width)
+
+    backend = TritonAttention(torch.device("cuda"))
+    backend.prepare(inputs)
+    out = backend.forward_rope(spec, **given)
+    assert suited == [True]
+    assert torch.equal(out, backend.forward_rope(spec, **given))
+    suited.append(PORTABLE)
+    backend.prepare(other)
+    expected = backend.forward_rope(spec, **given)
+    real = len(contexts)
+    error = (out[:real].double() - expected[:real].double()).norm() / expected[:real].double().norm()
+    assert error < 6e-3, float(error)
+    assert out[real:].count_nonzero() == 0
+    at = inputs.loc_T[:real]
+    for mine, theirs in zip((*inputs.k_caches, *inputs.v_caches), (*other.k_caches, *other.v_caches), strict=True):
+        close = torch.isclose(mine.flatten(0, 1)[at].float(), theirs.flatten(0, 1)[at].float(), rtol=1e-2, atol=1e-2)
+        assert close.all(), "the newest tokens differ"
 
 
 @pytest.mark.parametrize(("rows", "most"), [(24, 3000), (160, 700)], ids=["few", "more than warps at once"])

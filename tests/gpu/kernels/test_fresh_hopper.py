@@ -1,14 +1,17 @@
 """Hopper's attention over fresh rows against float32, on ragged batches between tokens that belong to nobody."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton_cases.bed import pairwise
 
 from bough.kernels.attention import fresh
-from bough.kernels.attention.fresh_hopper import PLACES, Rows, attend, can_rotate, suits
+from bough.kernels.attention.fresh_hopper import PLACES, SOURCE, Form, Rows, attend, can_rotate, defines, suits
+from bough.kernels.cuda_source import cached_cubin
 from bough.kernels.rotary import reference as rotary_reference
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -31,16 +34,22 @@ def made(
     return q, k, v
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     out = torch.full(q.shape, NAN, device=q.device)
     group = q.shape[1] // k.shape[1]
     for first, length in rows:
         at = slice(first, first + length)
         q_NQH = q[at].float().transpose(0, 1)
         k_NQH, v_NQH = (x[at].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q_NQH @ k_NQH.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(later, float("-inf"))
-        out[at] = (scores.softmax(2) @ v_NQH).transpose(0, 1)
+        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        if window is not None:
+            unseen |= torch.ones_like(unseen).tril(-window)
+        scores = (q_NQH @ k_NQH.transpose(1, 2) * q.shape[2] ** -0.5).masked_fill(unseen, float("-inf"))
+        if sinks is not None:  # a logit more, without a value
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), 2)
+        out[at] = (scores.softmax(2)[..., :length] @ v_NQH).transpose(0, 1)
     return out
 
 
@@ -56,13 +65,16 @@ def check(
     kv: int = 2,
     dim: int = 128,
     rotated: bool = True,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> None:
     rows, total = rows_of(lengths), BEFORE + sum(lengths) + AFTER
     q, k, v = made(total, dtype, heads, kv, dim)
     for x in (k, v):
         x[:BEFORE], x[-AFTER:] = NAN, NAN
     out = torch.full(q.shape, NAN, device="cuda", dtype=dtype)
-    assert suits(q, k, v)
+    sinks = torch.randn(heads, device="cuda") * 2 if has_sinks else None
+    assert suits(q, k, v, window=window, sinks=sinks)
     table = None
     turned = q
     if not rotated:  # no row is longer than the table, which ends where the memory may
@@ -73,11 +85,11 @@ def check(
             positions[first : first + length] = torch.arange(length, device="cuda")
         turned, _ = rotary_reference.apply_rope(q, k, positions, table)
         assert can_rotate(table, dim)
-    attend(q, k, v, rows, dim**-0.5, out, table)
+    attend(q, k, v, rows, dim**-0.5, out, table, window=window, sinks=sinks)
     mine = slice(BEFORE, total - AFTER)
     assert out[:BEFORE].isnan().all()
     assert out[-AFTER:].isnan().all()
-    assert_close(out[mine], expected(turned, k, v, rows)[mine])
+    assert_close(out[mine], expected(turned, k, v, rows, window, sinks)[mine])
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -91,6 +103,31 @@ def test_ragged_batches(lengths: list[int], rotated: bool) -> None:
 @pytest.mark.parametrize(("heads", "kv", "dim"), [(32, 8, 128), (4, 4, 64), (6, 1, 128), (14, 2, 64), (28, 4, 128)])
 def test_heads_and_types(dtype: torch.dtype, heads: int, kv: int, dim: int, rotated: bool) -> None:
     check([300, 5, 777], dtype, heads, kv, dim, rotated)
+
+
+FORMS = {
+    "gpt-oss": ((64, 8, 64), Form(torch.bfloat16, 64, pair=True, sinks=True)),
+    "gpt-oss, window": ((64, 8, 64), Form(torch.bfloat16, 64, pair=True, sinks=True, windowed=True)),
+    "odd groups": ((9, 3, 64), Form(torch.bfloat16, 64, pair=False, sinks=True, windowed=True)),
+    "fp16": ((8, 2, 128), Form(torch.float16, 128, pair=True, windowed=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def _compiled() -> None:
+    """All at once: one after the other takes seconds each."""
+    with ThreadPoolExecutor(len(FORMS)) as pool:
+        list(pool.map(lambda each: cached_cubin(SOURCE, "sm_90a", defines(each[1])), FORMS.values()))
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize(
+    ("lengths", "name", "window", "rotated"),
+    pairwise(BATCHES[1:], list(FORMS), [1, 100, 128, 129, 300], [True, False]),
+)
+def test_windows_and_sinks(lengths: list[int], name: str, window: int, rotated: bool) -> None:
+    heads, form = FORMS[name]
+    check(lengths, form.dtype, *heads, rotated, window if form.windowed else None, form.sinks)
 
 
 def test_rows_longer_than_the_cache_holds_of_all_heads() -> None:
