@@ -21,8 +21,8 @@ FRESH_FROM = 64
 """The shortest row that is taken here; shorter ones share one launch of the paged kernel, which fills its tiles better."""
 MASKED_FROM = 4096
 """The fewest tokens of a step whose fresh rows are taken here where layers have windows or sinks; the paged kernel takes
-those of smaller steps. On an H200, a full and a windowed layer of a gpt-oss-20b take 4.8 ms here with 15,000 tokens (there 8.4),
-1.9 with 4 rows of 4,000 (3.8) and 1.7 with 64 of 500 (2.9), but 0.54 with 1,000 (0.32)."""
+those of smaller steps. On an H200, a full and a windowed layer of a gpt-oss-20b take 4.8 ms here with 15,000 tokens
+(there 8.4), 1.9 with 4 rows of 4,000 (3.8) and 1.7 with 64 of 500 (2.9), but 0.54 with 1,000 (0.32)."""
 CUDNN_FROM = 512
 """The same where every row is a call of its own."""
 
