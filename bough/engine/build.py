@@ -43,6 +43,7 @@ from bough.distributed.shared_memory import Patience
 from bough.engine.agree import agree, part_of
 from bough.engine.attention import attention_factory, span_costs
 from bough.engine.decide import Decided, decide
+from bough.engine.draft_trial import try_drafts
 from bough.engine.dtypes import DTYPES
 from bough.engine.early import Early
 from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtures
@@ -89,6 +90,7 @@ from bough.sampler.speech import speech_rules
 from bough.scheduler.limits import Limits
 from bough.scheduler.media import MediaAccount
 from bough.scheduler.queues import Queues
+from bough.speculative.device import DeviceDrafter
 from bough.weights.load import Progress
 
 _log = logging.getLogger(__name__)
@@ -520,6 +522,9 @@ def serve_steps(
         queues.media = MediaAccount(local.limits.media, open_features)
     drafter = drafter_of(config, limits, decided)
     queues.drafter = drafter
+    computes_here = runner is local and not local.machine.is_async
+    if computes_here and isinstance(local, ModelRunner) and isinstance(drafter, DeviceDrafter):
+        try_drafts(local, drafter)
     if config.log.tensor_dump_dir:
         runner = _dumping(runner, local, queues, config)
     runner, watch = observe(
@@ -541,7 +546,7 @@ def serve_steps(
         depth=steps_in_flight(config),
         hooks=hooks,
         # A CPU computes steps in this very thread, whose own time does not depend on what else the machine does.
-        step_clock=time.thread_time if others is None and company is None and not local.machine.is_async else None,
+        step_clock=time.thread_time if computes_here else None,
         report_every_s=config.log.decode_log_interval_s,
         report_every_steps=config.log.decode_log_interval,
         company=None if company is None else company[0],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bough.core.sampling import SamplingParams
-from bough.core.step import RunnerLimits, SlotSetup, Step
+from bough.core.step import FIRST_DRAFT, FROM_DEVICE, NO_PROPOSER, RunnerLimits, SlotSetup, Step
 
 _MIXTURES = (
     # (query tokens, context) of each row
@@ -40,3 +40,43 @@ def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
             copy_to=np.ones(1, np.int32) * (limits.num_pages - 1),
             setups=[SlotSetup(slot=slot, sampling=SamplingParams(temperature=0.0)) for slot in range(len(rows))],
         )
+
+
+def drafting_row(length: int) -> Step:
+    """A prompt in the first slot, for `drafting_step`s behind it. As in `rehearsals`, it has no pages."""
+    return Step(
+        index=-1,
+        num_decodes=0,
+        slots=np.zeros(1, np.int32),
+        num_query=np.array([length], np.int32),
+        context=np.zeros(1, np.int32),
+        samples=np.ones(1, np.bool_),
+        tokens=np.zeros(length, np.int32),
+        table_at=np.empty(0, np.int64),
+        table_pages=np.empty(0, np.int32),
+        setups=[SlotSetup(slot=0, sampling=SamplingParams(temperature=0.0))],
+    )
+
+
+def drafting_step(proposals: int, context: int) -> Step:
+    """The row of `drafting_row` decodes: `proposals` drafts are verified and as many left; `NO_PROPOSER`: a plain step.
+    `context`: KV tokens before it, at most."""
+    drafts = max(proposals, 0)
+    step = Step(
+        index=-1,
+        num_decodes=1,
+        slots=np.zeros(1, np.int32),
+        num_query=np.array([1 + drafts], np.int32),
+        context=np.array([context], np.int32),
+        samples=np.ones(1, np.bool_),
+        tokens=np.array([FROM_DEVICE, *(FIRST_DRAFT - place for place in range(drafts))], np.int32),
+        table_at=np.empty(0, np.int64),
+        table_pages=np.empty(0, np.int32),
+    )
+    if drafts:
+        step.drafts = np.array([drafts], np.int32)
+    if proposals != NO_PROPOSER:
+        step.proposals = proposals
+        step.room = np.array([context + 1 + 2 * drafts], np.int32)
+        step.following_ids = np.zeros(1, np.int32)
+    return step

@@ -31,6 +31,12 @@ class Offer(Struct):
 class Drafter(Protocol):
     """Decides about drafts, and learns from how many were accepted. `waits` and `offer` change nothing that counts."""
 
+    @property
+    def is_resting(self) -> bool:
+        """Steps are planned as if there were no drafter: it is neither asked for drafts, nor for proposals. Only `timed` and
+        `prompts_timed` may change that."""
+        ...
+
     def waits(self, queues: Queues, slots: I64) -> Bool:
         """Which of these rows, all of them in a step in flight, should sit this step out, because their drafts can be made
         only when that step has settled."""

@@ -89,8 +89,10 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
     """
     wants_prefill = bool(queues.prefilling or len(queues.waiting))
     plan = _plan_decodes(queues, cache, limits, wants_prefill=wants_prefill)
-    if queues.drafter is not None:
-        plan.proposals = queues.drafter.proposals(len(plan.decodes), prompts=wants_prefill)
+    drafter = queues.drafter
+    drafts = drafter is not None and not drafter.is_resting
+    if drafter is not None and drafts:
+        plan.proposals = drafter.proposals(len(plan.decodes), prompts=wants_prefill)
     num_decodes = len(plan.decodes) + len(plan.runs)
     height = limits.layout.column_pages
     run_columns = sum(run.num_new_columns for run in plan.runs)
@@ -112,8 +114,8 @@ def plan_step(queues: Queues, cache: CacheView, limits: Limits) -> StepPlan:
         plan.shares = prefill.shares
         if prefill.preempt:
             _take_out(plan, prefill.preempt)
-        elif queues.drafter is not None:
-            _plan_ahead(plan, limits, queues.drafter.reach(plan.proposals), prefill.num_pages_left)
+        elif drafter is not None and drafts:
+            _plan_ahead(plan, limits, drafter.reach(plan.proposals), prefill.num_pages_left)
     if part_ms is not None:
         taken = sum(share.num_tokens for share in plan.shares if share.is_slow)
         owed_ms = queues.owed_ms + taken * queues.cost.prefill_token_ms - part_ms
@@ -275,7 +277,7 @@ def _plan_decodes(queues: Queues, cache: CacheView, limits: Limits, *, wants_pre
         tokens = limits.max_step_tokens - len(rows)
         runs, rows, needs = _plan_runs(queues, limits, rows, needs, columns=spare, tokens=tokens)
     plan = StepPlan(rows, needs.astype(np.int32), runs=runs, num_kept_columns=kept)
-    if drafter is not None and len(rows):
+    if drafter is not None and len(rows) and not drafter.is_resting:
         _plan_drafts(plan, queues, drafter, limits, columns=columns, wants_prefill=wants_prefill)
     return plan
 

@@ -75,8 +75,9 @@ def settle(
             ended += _finish_without_output(chunk, outcome, queues, due, now)
     tell()
     _settle_kv(flight, queues, cache, live)
-    if queues.drafter is not None and step.num_decodes:
-        _learn(flight, outcome, queues, queues.drafter, live)
+    drafter = queues.drafter
+    if drafter is not None and step.num_decodes and (len(step.drafts) or not drafter.is_resting):
+        _learn(flight, outcome, queues, drafter, live)
     _free_ended(queues, cache, ended)
     # A decode row may yield nothing (`Outcome.counts`): it stays as it was and decodes again. Rows with forced tokens and
     # last chunks of prompts, which come after the decode rows, always yield a result, unless something is broken.

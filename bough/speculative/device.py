@@ -5,14 +5,15 @@ Rows need not wait: a step verifies what the one before it left, and leaves draf
 many, since the proposer makes them for all rows at once.
 
 Whatever estimates say, it may lose a small part of the time only (`LossBudget`). Where that is spent the proposer rests:
-steps and prompts are computed as if there were none. It wakes when there is something to lose again. Rows that began
-meanwhile are not drafted for, if it keeps KV: it has not seen them.
+steps and prompts are planned and computed as if there were none. It wakes when there is something to lose again. Rows that
+were there meanwhile are not drafted for, if it keeps KV: it has not seen all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,6 +58,19 @@ _CHEAP = 0.02
 _MOST_AT_FIRST = 4.0
 """Plain steps that one of the first steps of a kind is booked with at most: a graph may have been captured in it."""
 _MOST_UNPAID = 64
+_REST_LOOK = 8
+"""Of as many steps in which the proposer rests, one is looked at."""
+
+
+class _Unpaid(NamedTuple):
+    """A step whose gain or loss is not booked yet."""
+
+    kind: int
+    ms: float
+    per_row: float
+    """Tokens that a row got."""
+    is_plain: bool
+    """It had neither drafts nor a proposer."""
 
 
 class _Range:
@@ -75,8 +89,8 @@ class _Range:
         self.plain_trials = 0
         self.plain_wait = 0
         """Steps until plain ones are tried again, where their times did not count."""
-        self.unpaid: deque[tuple[int, float, float]] = deque(maxlen=_MOST_UNPAID)
-        """Kinds of steps, their milliseconds and the tokens that a row got, until it is known what a plain one takes."""
+        self.unpaid: deque[_Unpaid] = deque(maxlen=_MOST_UNPAID)
+        """Steps until it is known what a plain one takes."""
 
     @property
     def current(self) -> int:
@@ -115,7 +129,7 @@ class DeviceDrafter:
         self.most = most
         self._counts = np.unique([0, most // 4, most // 2, most]) if trees else np.arange(most + 1)
         """Numbers of drafts that are chosen from."""
-        self._adaptive = adaptive
+        self.adaptive = adaptive
         self._reach = reach
         self._upkeep = upkeep
         self._keeps_kv = keeps_kv
@@ -128,7 +142,7 @@ class DeviceDrafter:
         self._covered = np.zeros(num_slots, np.bool_)
         """Slots whose row the proposer has seen from its beginning."""
         self._per_row = 1.0
-        """Tokens that a row got of the newest step."""
+        """Tokens that a row got of the newest step, until this is timed."""
         self._num_timed = 0
         """Steps, until there are enough for a beginning."""
         self._tired = 0
@@ -147,6 +161,8 @@ class DeviceDrafter:
         return np.zeros(len(slots), np.bool_)
 
     def offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
+        if self.is_resting:
+            return None
         ready = self._may_draft[slots] & self._covered[slots]
         count = min(self._current(len(slots)), num_tokens // max(1, int(np.count_nonzero(ready))))
         counts: I32 = np.minimum(most, queues.slots.num_proposed[slots])
@@ -167,7 +183,7 @@ class DeviceDrafter:
         return self._reach(proposals)
 
     def _current(self, num_rows: int) -> int:
-        if not self._adaptive:
+        if not self.adaptive:
             return self.most
         if self._num_timed < _FIRST_STEPS:
             return NO_PROPOSER
@@ -176,21 +192,47 @@ class DeviceDrafter:
 
     # -- learning ---------------------------------------------------------------------------------
 
+    @property
+    def fewest_and_most(self) -> tuple[int, int]:
+        """Numbers of drafts whose steps are worth timing beforehand."""
+        return int(self._counts[1]), self.most
+
+    def expect(self, times: Mapping[int, Sequence[float]]) -> None:
+        """What steps of one row took before the first request: milliseconds by `Step.proposals`, which is also the number of
+        drafts that were verified. Those of `NO_PROPOSER` and of two numbers of drafts must be there, several each.
+
+        So it is known from the beginning how many drafts to try; a proposer that could not pay even if its drafts were often
+        right begins with a rest.
+        """
+        if not self.adaptive:
+            return
+        known = self._ranges.setdefault(1, _Range(self.most, self._pace))
+        for proposals, taken in times.items():
+            for ms in taken:
+                known.times.add(1 + proposals, ms)
+        self._num_timed = _FIRST_STEPS
+        self._choose_anew()
+        if not self._may_pay(1):
+            self._begin_rest(1)
+
     def begin(self, slot: int, job: Job) -> None:
         self._may_draft[slot] = job.may_draft
         self._covered[slot] = not (self.is_resting and self._keeps_kv)
 
     def learn(self, queues: Queues, slots: I64, drafts: I32, accepted: I32) -> None:
         self._per_row = 1.0 + float(accepted.sum()) / max(1, len(slots))
-        if self.is_resting and self._keeps_kv:
-            self._covered[slots] = False
         had = drafts > 0
         if np.count_nonzero(had):
             self.rates.observe(rows_of(len(slots)), drafts[had], accepted[had])
 
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
-        if not self._adaptive:
+        if not self.adaptive:
             return
+        if self.is_resting and num_tokens == num_rows and (self._rested + 1) % _REST_LOOK:
+            self._rested += 1
+            self.budget.pass_time(1.0)
+            return
+        per_row, self._per_row = self._per_row, 1.0
         if self._num_timed < _FIRST_STEPS:
             self._num_timed += 1
             if self._num_timed <= _COLD_STEPS:
@@ -199,7 +241,8 @@ class DeviceDrafter:
         known = self._ranges.setdefault(rows, _Range(self.most, self._pace))
         if num_tokens == num_rows * (1 + max(proposals, 0)):
             known.times.add(1 + proposals, ms)
-        self._pay(known, 1 + proposals, ms)
+        is_plain = proposals == NO_PROPOSER and num_tokens == num_rows
+        self._pay(known, _Unpaid(1 + proposals, ms, per_row, is_plain))
         if self.is_resting:
             self._wake(num_rows, known)
         else:
@@ -207,27 +250,28 @@ class DeviceDrafter:
             self._rest(num_rows, known)
 
     def prompts_timed(self, ms: float, proposals: int) -> None:
-        if not self._adaptive or proposals == NO_PROPOSER or not self._keeps_kv:
+        self._per_row = 1.0
+        if not self.adaptive or proposals == NO_PROPOSER or not self._keeps_kv:
             return
         shares = [found for known in self._ranges.values() if (found := known.upkeep()) is not None]
         share = min(shares) if shares else self._upkeep
         self._prompts_ms += max(share - _GIVEN, 0.0) * ms
 
-    def _pay(self, known: _Range, kind: int, ms: float) -> None:
+    def _pay(self, known: _Range, newest: _Unpaid) -> None:
         """Books what steps have gained or lost."""
-        known.unpaid.append((kind, ms, self._per_row))
+        known.unpaid.append(newest)
         if not known.times.known(0):
             return
         plain = known.times.at_least(0)
         self.budget.lose(self._prompts_ms / plain)
         self._prompts_ms = 0.0
-        for each, took_ms, per_row in known.unpaid:
-            took = min(took_ms, MOST_SLOW * known.ms(each)) / plain if each else 1.0
-            if not known.times.known(each):
+        for each in known.unpaid:
+            took = 1.0 if each.is_plain else min(each.ms, MOST_SLOW * known.ms(each.kind)) / plain
+            if not known.times.known(each.kind):
                 took = min(took, _MOST_AT_FIRST)
             self.budget.pass_time(took)
-            if each or per_row > 1.0:
-                self.budget.lose(took - per_row)
+            if not each.is_plain:
+                self.budget.lose(took - each.per_row)
         known.unpaid.clear()
 
     def _look(self, rows: int, known: _Range) -> None:
@@ -283,7 +327,12 @@ class DeviceDrafter:
         useless = known.chosen == 0 and not self._keeps_kv
         tired = self._tired >= _TIRED_STEPS and self._upkeep > _CHEAP
         if self.budget.is_spent or useless or tired:
-            self.is_resting, self._rested, self._slept_at, self._tired = True, 0, num_rows, 0
+            self._begin_rest(num_rows)
+
+    def _begin_rest(self, num_rows: int) -> None:
+        self.is_resting, self._rested, self._slept_at, self._tired = True, 0, num_rows, 0
+        if self._keeps_kv:
+            self._covered[:] = False
 
     def _wake(self, num_rows: int, known: _Range) -> None:
         """Ends the rest, if there is something to lose, and something to gain with drafts that are often right."""
@@ -292,18 +341,31 @@ class DeviceDrafter:
         rested = self._rested >= self._least_rest and self.budget.left >= _WAKING
         if self.budget.is_spent or not (shrunk or rested) or not known.times.known(0):
             return
-        good = np.concatenate(([1.0], 1.0 + np.add.accumulate(GOOD_RATE ** np.arange(1.0, self.most + 1))))
-        if np.argmax(self._worth(known, good)) == 0 and self._has_drafted(known):
+        if not self._may_pay(rows_of(num_rows)):
             self._rested = 0
             return
         self.is_resting = False
         self._least_rest = min(2 * self._least_rest, _LONGEST_REST)
         self.rates.fade()
+        self._choose_anew()
+
+    def _choose_anew(self) -> None:
+        """Begins with the number of drafts that promises most."""
         for rows, each in self._ranges.items():
             each.trial = None
             if each.times.known(0):
                 worth = self._worth(each, self.rates.expected(rows))
                 each.chosen = 1 + int(worth[1:].argmax())
+
+    def _may_pay(self, rows: int) -> bool:
+        """Would drafts that are often right pay in steps of a range? Where it was not seen there what drafts take, it goes
+        by the nearest range of fewer rows: beside more rows, verifying drafts is not cheaper. Unknown: yes."""
+        drafted = [each for each, known in self._ranges.items() if each <= rows and self._has_drafted(known)]
+        known = self._ranges[max(drafted)] if drafted else None
+        if known is None or not known.times.known(0):
+            return True
+        good = np.concatenate(([1.0], 1.0 + np.add.accumulate(GOOD_RATE ** np.arange(1.0, self.most + 1))))
+        return int(np.argmax(self._worth(known, good))) > 0
 
     def _has_drafted(self, known: _Range) -> bool:
         """Is it known what drafts take?"""

@@ -41,6 +41,9 @@ _NOTHING: F64 = np.empty(0, np.float64)
 class HostDrafter:
     """A `scheduler.drafting.Drafter` over a guesser. `adaptive`: only drafts that pay; otherwise all that are guessed."""
 
+    is_resting = False
+    """It goes on comparing its guesses with what comes."""
+
     def __init__(self, guesser: Guesser, num_slots: int, *, overlaps: bool, adaptive: bool) -> None:
         self.guesser = guesser
         self._adaptive = adaptive

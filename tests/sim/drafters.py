@@ -39,6 +39,7 @@ class Counting:
     """What all of them do: note that they were told of everything once."""
 
     def __init__(self) -> None:
+        self.is_resting = False
         self.begun: dict[int, int] = {}
         self.learned = 0
         self.accepted = 0
@@ -97,10 +98,18 @@ class DeviceDrafter(Counting):
     """The runner has the drafts; they may be verified in a step that is planned before they are known."""
 
     def __init__(self, most: int = 3, *, rests: bool = False) -> None:
-        """`rests`: the proposer does not run in some steps, and leaves fewer drafts in others."""
+        """`rests`: the proposer does not run in some steps, and leaves fewer drafts in others; in some it is not asked."""
         super().__init__()
         self.most = most
         self.rests = rests
+
+    def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
+        super().timed(num_rows, num_tokens, ms, proposals)
+        self.is_resting = self.rests and self.times // 5 % 3 == 2
+
+    def prompts_timed(self, ms: float, proposals: int) -> None:
+        super().prompts_timed(ms, proposals)
+        self.is_resting = self.rests and self.times // 5 % 3 == 2
 
     def proposals(self, num_rows: int, *, prompts: bool) -> int:
         return (7 * num_rows + len(self.begun)) % (self.most + 2) - 1 if self.rests else self.most

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import GrammarSpec
-from bough.core.step import Step
+from bough.core.step import NO_PROPOSER, Step
 from bough.scheduler.accept import output_limit
 from tests.sim.drafters import DeviceDrafter, HostDrafter, proposer
 from tests.sim.harness import VOCAB, Sim, alone, check_answer, check_scores, expected, gate_of
@@ -116,6 +116,26 @@ def test_right_drafts_save_steps(where: str, depth: int) -> None:
         assert client.end.accepted_tokens >= 35
         assert client.end.accepted_tokens <= client.end.draft_tokens
     assert sim.queues.counters.accepted_tokens == drafts["drafter"].accepted > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_drafter_that_rests_is_not_asked(depth: int) -> None:
+    """Steps are planned as without it, and steps of requests are still counted."""
+    drafter = DeviceDrafter(3)
+    sim = Sim(depth=depth, drafter=drafter, propose=proposer(1.0))
+    drafter.is_resting = True
+    for name in ("timed", "prompts_timed"):
+        setattr(drafter, name, lambda *given: None)
+    for name in ("offer", "proposals", "reach", "learn"):
+        setattr(drafter, name, None)
+    steps: list[Step] = []
+    launch = sim.runner.launch
+    sim.runner.launch = lambda step: steps.append(step) or launch(step)  # type: ignore[func-returns-value,method-assign]
+    client = sim.ask(PROMPT, max_new=12)
+    sim.run()
+    check_answer(sim, client)
+    assert client.end.decode_steps == 11
+    assert {step.proposals for step in steps} == {NO_PROPOSER}
 
 
 def _all_of(queues: Any, slots: Any, most: Any) -> Any:

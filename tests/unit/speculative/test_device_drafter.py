@@ -116,3 +116,69 @@ def test_rates_are_those_of_each_place() -> None:
         rates.observe(8, np.full(8, 3, np.int32), accepted)
     expected = 1 + np.cumsum(0.6 ** np.arange(1, 4))
     assert np.allclose(rates.expected(8)[1:], expected, rtol=0.05)
+
+
+def asked(drafter: DeviceDrafter, slots: int = 1) -> Any:
+    return drafter.offer(queues(3), np.arange(slots), np.full(slots, 9, np.int32), 100)
+
+
+PLAIN, ONE, THREE = NO_PROPOSER, 1, 3
+"""As `Step.proposals`."""
+
+
+@pytest.mark.parametrize(
+    ("times", "rests", "first"),
+    [
+        ({PLAIN: 10.0, ONE: 19.0, THREE: 30.0}, True, PLAIN),  # 0.8 more tokens would take 0.9 more time
+        ({PLAIN: 10.0, ONE: 11.0, THREE: 13.0}, False, 3),
+        ({PLAIN: 10.0, ONE: 12.0, THREE: 40.0}, False, 1),
+    ],
+)
+def test_what_steps_take_may_be_known_beforehand(times: dict[int, float], rests: bool, first: int) -> None:
+    drafter = DeviceDrafter(3, SLOTS, adaptive=True, reach=lambda count: count)
+    drafter.expect({proposals: [ms] * 4 for proposals, ms in times.items()})
+    assert drafter.is_resting == rests
+    drafter.begin(0, job())
+    assert drafter.proposals(1, prompts=False) == first
+    assert (asked(drafter) is None) == rests
+
+
+def test_what_can_not_pay_is_not_tried_beside_more_rows_either() -> None:
+    device = Device([0.9] * 3, 10.0, 9.0)
+    device.drafter.expect({PLAIN: [10.0] * 4, ONE: [28.0] * 4, THREE: [64.0] * 4})
+    assert device.run(1200, 1) == pytest.approx(0.1, rel=0.02)
+    assert device.run(1200, 6) == pytest.approx(0.6, rel=0.02)
+    assert set(device.chosen) == {NO_PROPOSER}
+
+
+def test_a_drafter_that_always_drafts_does_not_begin_with_a_rest() -> None:
+    drafter = DeviceDrafter(3, SLOTS, adaptive=False, reach=lambda count: count)
+    drafter.expect({PLAIN: [1.0] * 4, ONE: [9.0] * 4, THREE: [9.0] * 4})
+    assert not drafter.is_resting
+
+
+def test_verifying_costs_something_where_the_proposer_does_not_run() -> None:
+    """The step behind one with drafts may have no proposer, and still verifies them."""
+    lost = []
+    for num_tokens, ms in ((1, 10.0), (4, 15.0)):
+        drafter = DeviceDrafter(3, SLOTS, adaptive=True, reach=lambda count: count)
+        drafter.expect({PLAIN: [10.0] * 4, ONE: [11.0] * 4, THREE: [13.0] * 4})
+        before = drafter.budget.left
+        drafter.learn(queues(0), np.arange(1), np.full(1, num_tokens - 1, np.int32), np.zeros(1, np.int32))
+        drafter.timed(1, num_tokens, ms, NO_PROPOSER)
+        lost.append(before - drafter.budget.left)
+    assert lost[0] < 0
+    assert lost[1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_rows_that_were_there_while_it_rested_are_left_alone() -> None:
+    drafter = DeviceDrafter(3, SLOTS, adaptive=True, reach=lambda count: count)
+    drafter.begin(0, job())
+    drafter.expect({PLAIN: [10.0] * 4, ONE: [40.0] * 4, THREE: [60.0] * 4})
+    drafter.begin(1, job())
+    drafter.is_resting = False
+    drafter.begin(2, job())
+    offer = asked(drafter, 3)
+    assert offer is not None
+    assert offer.counts.tolist()[:2] == [0, 0]
+    assert offer.counts[2] > 0
