@@ -3,12 +3,18 @@ acceptance, compared with none.
 
     bough bench speculation                              # Llama-3.1-8B's shapes with dummy weights; tiny ones on a CPU
     bough bench speculation --rates 0.8 0.7 0.6 --batch-size 1 32 --markdown
+    bough bench speculation --only batches               # parts: batches, verify, draft, numbers
+    bough bench speculation --only numbers               # which number of drafts pays best, for several models
 
 Weights are random, so no draft of theirs would be right: whether a draft counts is drawn instead, by `--rates` (of a draft
 whose predecessors are right), on the device, at the place where tokens are drawn. Everything else is done as in a server:
 an EAGLE-3 head of one layer drafts, the number of drafts follows what pays, graphs and overlap are on. "off" is the same
-engine without drafts. Then steps of fixed kinds are timed: those that verify drafts which cost nothing, beside a plain one,
-and what one more draft of the head takes, with a vocabulary of 32,000 tokens and with all. Prompts lie in the cache.
+engine without drafts (*batches*). Then steps of fixed kinds are timed: those that verify drafts which cost nothing, beside a
+plain one (*verify*), and what one more draft of the head takes, with a vocabulary of 32,000 tokens and with all (*draft*).
+One engine serves all of that. *numbers*, which is made only if it is named, times steps of each fixed number of drafts for
+several kinds of models and drafters, and says which number would yield most tokens per second with the given rates. Prompts
+lie in the cache. Every measurement is printed as a line of JSON at once (with --markdown to stderr), and all of them at the
+end.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,9 +40,14 @@ from bough.core.errors import ConfigError
 from bough.core.sampling import SamplingParams
 from bough.core.step import I64
 from bough.kernels.step_start import SlotState
+from bough.layers.batch import Batch
+from bough.layers.decoder import Decoder
+from bough.layers.draft_heads import StateHead, TargetEnds
 from bough.runner.inputs import StepTensors
 from bough.runner.proposing import Drafting, Proposer, Reads
+from bough.scheduler.drafting import Drafter
 from bough.speculative.device import DeviceDrafter
+from bough.speculative.proposers.heads import HeadProposer
 
 Json = dict[str, Any]
 _COMMON: Final[Json] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
@@ -50,6 +62,28 @@ TINY: Final[Json] = {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 4096,
     "torch_dtype": "float32",
 }  # fmt: skip
+MOE: Final[Json] = {
+    **_COMMON, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "vocab_size": 102400, "max_position_embeddings": 32768, "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""DeepSeek-V2-Lite's sizes in the form of DeepSeek-V3, with a layer that drafts."""
+TINY_MOE: Final[Json] = {
+    **MOE, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 4096, "torch_dtype": "float32",
+}  # fmt: skip
+SMALL_MODEL: Final[Json] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+"""What Llama-3.2-1B has otherwise than the model that it drafts for."""
+PARTS: Final = ("batches", "verify", "draft", "numbers")
 _GOALS: Final = {1: 1.9, 16: 1.7, 64: 1.4}
 """Tokens per second beside off, by batch size, with the default rates on an H200."""
 _VERIFY_GOALS: Final = {4: 1.55, 2: 1.12}
@@ -93,6 +127,53 @@ class FreeProposer:
         return [torch.zeros_like(step.rows.last_R)] * step.count
 
 
+class WholeVocabulary:
+    """A `StateHead` that drafts by the target's output head what another one would draft by its own."""
+
+    target_ids_V: Tensor | None = None
+
+    def __init__(self, head: StateHead, target: TargetEnds) -> None:
+        self._head, self._target = head, target
+        self.num_layers, self.last_layer = head.num_layers, head.last_layer
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        return self._head.embed(ids_T)
+
+    def features(self, states: list[Tensor]) -> Tensor:
+        return self._head.features(states)
+
+    def run(self, embeds_TD: Tensor, states_TD: Tensor, batch: Batch) -> Tensor:
+        return self._head.run(embeds_TD, states_TD, batch)
+
+    def carried(self, states_RD: Tensor) -> Tensor:
+        return self._head.carried(states_RD)
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        return self._target.logits(states_RD)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and what drafts for it, of which numbers of drafts are compared."""
+
+    name: str
+    algorithm: str
+    target: Json
+    draft: Json | None
+    """None: the model brings it along."""
+
+
+def cases(*, tiny: bool) -> list[Case]:
+    dense, moe = (TINY, TINY_MOE) if tiny else (LLAMA_8B, MOE)
+    small = {**dense, "num_hidden_layers": 1} if tiny else {**dense, **SMALL_MODEL}
+    vocab = min(_SMALL_VOCAB, int(dense["vocab_size"]) // 4)
+    return [
+        Case("moe", "NEXTN", moe, None),
+        Case("standalone", "STANDALONE", dense, small),
+        Case("dense", "EAGLE3", dense, head_config(dense, vocab)),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class StepsMeasured:
     """Steps of one batch size."""
@@ -118,13 +199,24 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._asked = options
         self.is_cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+        self.most = max(_MANY, len(options.rates))
+        """Drafts of a request."""
         self.target = LLAMA_8B if self.is_cuda and not options.tiny else TINY
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = Path(self._temporary.name)
         self._engine: DirectEngine | None = None
 
-    def open(self, draft: Json | None, most: int, proposer: Proposer | None = None) -> None:
-        """An engine that makes up to `most` drafts of a request; the one before is gone."""
+    def open(
+        self,
+        draft: Json | None,
+        most: int,
+        proposer: Proposer | None = None,
+        *,
+        algorithm: str = "EAGLE3",
+        target: Json | None = None,
+    ) -> None:
+        """An engine that makes up to `most` drafts of a request; the one before is gone. `draft`: None, if the target brings
+        along what drafts."""
         self._engine = None
         gc.collect()
         if self.is_cuda:
@@ -134,6 +226,7 @@ class Bench:
         settings: Json = {"device": "cuda" if self.is_cuda else "cpu", "context_length": self._context()}
         settings |= {"max_running_requests": max(*self._asked.batch_size, self._asked.verify_rows)}
         settings["schedule_conservativeness"] = 0.0
+        settings |= {"speculative_algorithm": algorithm, "speculative_num_steps": most}
         if self.is_cuda:
             settings["mem_fraction_static"] = 0.85
         else:
@@ -142,28 +235,54 @@ class Bench:
         if draft is not None:
             (folder / "draft").mkdir()
             (folder / "draft" / "config.json").write_text(json.dumps(draft))
-            medusa = "medusa_num_heads" in draft
-            settings |= {
-                "speculative_algorithm": "MEDUSA" if medusa else "EAGLE3",
-                "speculative_draft_model_path": str(folder / "draft"),
-                "speculative_num_steps": most,
-            }
-        self._engine = engine = DirectEngine(self.target, folder, proposer=proposer, **settings)
-        simulated = SimulatedAcceptance(self._asked.rates, engine.vocab, engine.device)
-        if draft is not None:
-            engine.runner.forward.rule = simulated
+            settings["speculative_draft_model_path"] = str(folder / "draft")
+        target = target or self.target
+        if "n_routed_experts" in target:
+            settings["dummy_routing"] = "uniform"
+        self._engine = engine = DirectEngine(target, folder, proposer=proposer, **settings)
+        engine.runner.forward.rule = SimulatedAcceptance(self._asked.rates, engine.vocab, engine.device)
+        self._reach = engine.queues.drafter.reach if engine.queues.drafter is not None else lambda count: 0
         engine.fill_kv()
+
+    def use(self, proposer: Proposer) -> None:
+        """From now on it drafts, in place of what did so far."""
+        runner = self._now.runner
+        runner.clear()
+        runner.forward.proposer = proposer
+        if runner.graphs is not None:
+            runner.graphs.forget()
 
     def _context(self) -> int:
         """Room for the prompt, and for all steps that are run in a row."""
-        return int(self._asked.input_len + (self._asked.warm_turns + self._asked.turns + 64) * (1 + _MANY))
+        return int(self._asked.input_len + (self._asked.warm_turns + self._asked.turns + 64) * (1 + self.most))
 
     def fix(self, drafts: int) -> None:
         """From now on, always this number of drafts; 0: adaptive again, up to the number of rates."""
-        queues, slots = self._now.queues, self._now.limits.num_slots
         most = drafts or len(self._asked.rates)
-        reach = queues.drafter.reach if queues.drafter is not None else lambda count: 0
-        queues.drafter = DeviceDrafter(most, slots, adaptive=not drafts, reach=reach)
+        slots = self._now.limits.num_slots
+        self.drafter = DeviceDrafter(most, slots, adaptive=not drafts, reach=self._reach)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._now.queues.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        """None: nothing is drafted."""
+        self._now.queues.drafter = drafter
+
+    @property
+    def proposer(self) -> Proposer:
+        found = self._now.runner.forward.proposer
+        assert found is not None, "opened with one"
+        return found
+
+    def whole_vocabulary(self) -> Proposer:
+        """What the engine's head would be without an output head of its own."""
+        proposer, model = self.proposer, self._now.runner.forward.model
+        assert isinstance(proposer, HeadProposer), "opened with a head"
+        assert isinstance(model, Decoder), "it has an output head"
+        return HeadProposer([WholeVocabulary(proposer.heads[0], model)], proposer.taps, self._now.vocab)
 
     @property
     def _now(self) -> DirectEngine:
@@ -173,10 +292,11 @@ class Bench:
     def measure(self, rows: int) -> StepsMeasured:
         """Steps of `rows` requests, once the policy has chosen and their graphs are there."""
         asked, engine = self._asked, self._now
-        for _ in range(2):
+        adapts = isinstance(self.drafter, DeviceDrafter) and self.drafter.adaptive
+        for _ in range(2 if adapts else 1):
             self._begin(rows)
             for _ in range(4):
-                engine.timed_turns(max(1, asked.warm_turns // 4))
+                engine.timed_turns(max(1, asked.warm_turns // (4 if adapts else 32)))
                 engine.settle_down()
             engine.drop_all()
         self._begin(rows)
@@ -184,18 +304,25 @@ class Bench:
         before, began = self._said(), time.perf_counter()
         engine.timed_turns(asked.turns)
         after, seconds = self._said(), time.perf_counter() - began
+        self._check(len(engine.queues.running) == rows)
         engine.drop_all()
         return StepsMeasured(1000 * seconds / asked.turns, (after - before) / (rows * asked.turns))
+
+    @staticmethod
+    def _check(goes_on: object) -> None:
+        if not goes_on:
+            raise RuntimeError("requests have ended before their steps were timed: a step has failed")
 
     def _begin(self, rows: int) -> None:
         engine, asked = self._now, self._asked
         prompts = [self._prompt(row) for row in range(rows)]
         for prompt in prompts:
             engine.pretend_cached(prompt)
-        most = (asked.warm_turns + asked.turns + 32) * (1 + _MANY)
+        most = (asked.warm_turns + asked.turns + 32) * (1 + self.most)
         engine.submit(prompts, SamplingParams(temperature=0.0, max_new_tokens=most, ignore_eos=True))
         while len(engine.queues.running) < rows:
             engine.turn()
+            self._check(len(engine.queues.running) or not engine.queues.idle)
 
     def _prompt(self, row: int) -> I64:
         """Whole pages and one token more."""
@@ -222,8 +349,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--input-len", type=int, default=1024, metavar="N", help="cached prompt tokens (default: 1024)")
     made.add_argument("--turns", type=int, default=200, metavar="N", help="number of timed steps (default: 200)")
     made.add_argument(
-        "--warm-turns", type=int, default=160, metavar="N", help="steps before the timed ones, twice (default: 160)"
-    )
+        "--warm-turns", type=int, default=160, metavar="N",
+        help="steps before them, twice, where the number of drafts is not fixed; else an eighth (default: 160)",
+    )  # fmt: skip
+    made.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS[:3]), metavar="PART",
+                      help=f"parts that are measured: {', '.join(PARTS)} (default: all but the last)")  # fmt: skip
+    made.add_argument("--case", nargs="+", choices=[case.name for case in cases(tiny=True)], metavar="NAME",
+                      help="of numbers: which models and drafters (default: all)")  # fmt: skip
     made.add_argument("--markdown", action="store_true", help="print tables")
     return made
 
@@ -235,66 +367,132 @@ def main() -> None:
     if min(*options.batch_size, options.turns, options.verify_rows, options.input_len, options.warm_turns) < 1:
         raise ConfigError(what="sizes must be at least 1", why="nothing would be measured")
     began = time.perf_counter()
-    found = run(Bench(options), options)
+
+    def tell(line: Json) -> None:
+        line["after_s"] = round(time.perf_counter() - began, 1)
+        print(json.dumps(line), file=sys.stderr if options.markdown else sys.stdout, flush=True)
+
+    found = run(Bench(options), options, tell)
     found["seconds"] = round(time.perf_counter() - began, 1)
-    print(_tables(found) if options.markdown else json.dumps(found))
+    print(_tables(found) if options.markdown else json.dumps(found), flush=True)
 
 
-def run(bench: Bench, options: argparse.Namespace) -> Json:
-    """All measurements; results are rounded."""
-    sizes = sorted(set(options.batch_size))
-    bench.open(None, 0)
-    off = {rows: bench.measure(rows) for rows in sizes}
-    plain = off.get(options.verify_rows) or bench.measure(options.verify_rows)
-    steps: dict[str, tuple[StepsMeasured, StepsMeasured]] = {}
-    vocab = min(_SMALL_VOCAB, int(bench.target["vocab_size"]) // 4)
-    bench.open(head_config(bench.target, vocab), max(_MANY, len(options.rates)))
-    bench.fix(0)
-    on = {rows: bench.measure(rows) for rows in sizes}
-    steps["reduced"] = _few_and_many(bench)
-    bench.open(head_config(bench.target, None), _MANY)
-    steps["full"] = _few_and_many(bench)
-    medusa = {"medusa_num_heads": _MANY, "medusa_num_layers": 1, "vocab_size": bench.target["vocab_size"],
-              "hidden_size": bench.target["hidden_size"]}  # fmt: skip
-    bench.open(medusa, _MANY, FreeProposer())
-    free = _few_and_many(bench)
-    verified = {}
-    for tokens in _VERIFY_GOALS:
-        bench.fix(tokens - 1)
-        verified[tokens] = bench.measure(options.verify_rows)
-    verifying = free[1].ms - free[0].ms
-    return {
+Tell = Callable[[Json], None]
+
+
+def run(bench: Bench, options: argparse.Namespace, tell: Tell = lambda line: None) -> Json:
+    """The measurements that were asked for, those with goals first; results are rounded. Each is told at once."""
+    found: Json = {
         "device": torch.cuda.get_device_name() if bench.is_cuda else "cpu",
         "shapes": "llama-3.1-8b" if bench.target is LLAMA_8B else "tiny",
         "rates": options.rates,
         "input_len": options.input_len,
-        "batches": [
+    }
+    parts = set(options.only)
+    if parts - {"numbers"}:
+        found["draft_vocab"] = vocab = min(_SMALL_VOCAB, int(bench.target["vocab_size"]) // 4)
+        bench.open(head_config(bench.target, vocab), bench.most)
+        tell({"opened": "EAGLE3"})
+    plain: dict[int, StepsMeasured] = {}
+    if "batches" in parts:
+        found["batches"] = _batches(bench, sorted(set(options.batch_size)), plain, tell)
+    head = bench.proposer if parts - {"numbers"} else None
+    free: tuple[StepsMeasured, StepsMeasured] | None = None
+    if "verify" in parts:
+        found["verify"] = _verify(bench, options.verify_rows, plain, tell)
+    if "draft" in parts and head is not None:
+        bench.use(FreeProposer())
+        free = _few_and_many(bench)
+        bench.use(head)
+        found["draft_ms"] = {}
+        for name in ("reduced", "full"):
+            if name == "full":
+                bench.use(bench.whole_vocabulary())
+            few, many = _few_and_many(bench)
+            found["draft_ms"][name] = round((many.ms - few.ms - (free[1].ms - free[0].ms)) / (_MANY - _FEW), 4)
+            tell({"draft": name, "ms": found["draft_ms"][name]})
+    if "numbers" in parts:
+        found["numbers"] = _numbers(bench, options, tell)
+    return found
+
+
+def _batches(bench: Bench, sizes: list[int], plain: dict[int, StepsMeasured], tell: Tell) -> list[Json]:
+    """Tokens per second with drafts as many as pay, beside none. Notes steps without drafts in `plain`."""
+    bench.fix(0)
+    adaptive, found = bench.drafter, []
+    for rows in sizes:
+        bench.drafter = None
+        off = plain[rows] = bench.measure(rows)
+        tell({"off": rows, "step_ms": round(off.ms, 3), "tokens_per_s": round(rows * off.tokens_per_s, 1)})
+        bench.drafter = adaptive
+        on = bench.measure(rows)
+        found.append(
             {
                 "rows": rows,
-                "off_tokens_per_s": round(rows * off[rows].tokens_per_s, 1),
-                "on_tokens_per_s": round(rows * on[rows].tokens_per_s, 1),
-                "ratio": round(on[rows].tokens_per_s / off[rows].tokens_per_s, 3),
-                "off_step_ms": round(off[rows].ms, 3),
-                "on_step_ms": round(on[rows].ms, 3),
-                "tokens_per_step": round(on[rows].per_step, 3),
+                "off_tokens_per_s": round(rows * off.tokens_per_s, 1),
+                "on_tokens_per_s": round(rows * on.tokens_per_s, 1),
+                "ratio": round(on.tokens_per_s / off.tokens_per_s, 3),
+                "off_step_ms": round(off.ms, 3),
+                "on_step_ms": round(on.ms, 3),
+                "tokens_per_step": round(on.per_step, 3),
             }
-            for rows in sizes
-        ],
-        "verify": [
+        )
+        tell(dict(found[-1]))
+    return found
+
+
+def _verify(bench: Bench, rows: int, plain: dict[int, StepsMeasured], tell: Tell) -> list[Json]:
+    """Steps that verify drafts which cost nothing, beside plain ones."""
+    if rows not in plain:
+        bench.drafter = None
+        plain[rows] = bench.measure(rows)
+    bench.use(FreeProposer())
+    found = []
+    for tokens in _VERIFY_GOALS:
+        bench.fix(tokens - 1)
+        steps = bench.measure(rows)
+        found.append(
             {
-                "rows": options.verify_rows,
+                "rows": rows,
                 "tokens": tokens,
-                "ms": round(each.ms, 3),
-                "plain_ms": round(plain.ms, 3),
-                "ratio": round(each.ms / plain.ms, 3),
+                "ms": round(steps.ms, 3),
+                "plain_ms": round(plain[rows].ms, 3),
+                "ratio": round(steps.ms / plain[rows].ms, 3),
             }
-            for tokens, each in verified.items()
-        ],
-        "draft_ms": {
-            name: round((many.ms - few.ms - verifying) / (_MANY - _FEW), 4) for name, (few, many) in steps.items()
-        },
-        "draft_vocab": vocab,
-    }
+        )
+        tell({"verify": dict(found[-1])})
+    return found
+
+
+def _numbers(bench: Bench, options: argparse.Namespace, tell: Tell) -> list[Json]:
+    """For each case and batch size: what steps take by their number of drafts, and which number yields most."""
+    found = []
+    rates = np.array(options.rates)
+    for case in cases(tiny=bench.target is TINY):
+        if options.case is not None and case.name not in options.case:
+            continue
+        bench.open(case.draft, len(rates), algorithm=case.algorithm, target=case.target)
+        tell({"opened": case.name})
+        for rows in sorted(set(options.batch_size)):
+            bench.drafter = None
+            ms = [bench.measure(rows).ms]
+            for drafts in range(1, 1 + len(rates)):
+                bench.fix(drafts)
+                ms.append(bench.measure(rows).ms)
+            expected = np.concatenate(([1.0], 1.0 + np.cumsum(np.cumprod(rates))))
+            gain = expected / np.array(ms) * ms[0]
+            found.append(
+                {
+                    "case": case.name,
+                    "algorithm": case.algorithm,
+                    "rows": rows,
+                    "ms": [round(each, 3) for each in ms],
+                    "gain": [round(float(each), 3) for each in gain],
+                    "best": int(gain.argmax()),
+                }
+            )
+            tell({"numbers": dict(found[-1])})
+    return found
 
 
 def _few_and_many(bench: Bench) -> tuple[StepsMeasured, StepsMeasured]:
@@ -309,28 +507,37 @@ def _few_and_many(bench: Bench) -> tuple[StepsMeasured, StepsMeasured]:
 def _tables(found: Json) -> str:
     is_real = found["shapes"] != "tiny"
     rates = " / ".join(map(str, found["rates"]))
+    head = f"EAGLE-3 head with {found['draft_vocab']:,} tokens, " if "draft_vocab" in found else ""
     lines = [
-        f"{found['shapes']} shapes, dummy weights, {found['device']}; EAGLE-3 head with {found['draft_vocab']:,} tokens, "
-        f"acceptance {rates}, {found['input_len']} tokens in the cache; {found['seconds']} s",
-        "",
-        "| batch | off, tok/s | on, tok/s | ratio | wanted | off, ms | on, ms | tokens per step |",
-        "|---|---|---|---|---|---|---|---|",
+        f"{found['shapes']} shapes, dummy weights, {found['device']}; {head}acceptance {rates}, {found['input_len']} tokens "
+        f"in the cache; {found['seconds']} s",
     ]
-    for each in found["batches"]:
+    if "batches" in found:
+        lines += ["", "| batch | off, tok/s | on, tok/s | ratio | wanted | off, ms | on, ms | tokens per step |"]
+        lines.append("|---|---|---|---|---|---|---|---|")
+    for each in found.get("batches", ()):
         wanted = _GOALS.get(each["rows"], "") if is_real else ""
         lines.append(
             f"| {each['rows']} | {each['off_tokens_per_s']} | {each['on_tokens_per_s']} | {each['ratio']} | {wanted} | "
             f"{each['off_step_ms']} | {each['on_step_ms']} | {each['tokens_per_step']} |"
         )
-    lines += ["", "| step | ms | plain, ms | ratio | wanted |", "|---|---|---|---|---|"]
-    for each in found["verify"]:
+    if "verify" in found:
+        lines += ["", "| step | ms | plain, ms | ratio | wanted |", "|---|---|---|---|---|"]
+    for each in found.get("verify", ()):
         wanted = _VERIFY_GOALS[each["tokens"]] if is_real else ""
         lines.append(
             f"| verify {each['rows']} x {each['tokens']} | {each['ms']} | {each['plain_ms']} | {each['ratio']} | {wanted} |"
         )
-    lines += ["", "| one draft, batch 1 | ms | wanted |", "|---|---|---|"]
-    for (name, ms), wanted in zip(found["draft_ms"].items(), _DRAFT_GOALS_MS, strict=True):
-        lines.append(f"| {name} vocabulary | {ms} | {wanted if is_real else ''} |")
+    if "draft_ms" in found:
+        lines += ["", "| one draft, batch 1 | ms | wanted |", "|---|---|---|"]
+        for (name, ms), wanted in zip(found["draft_ms"].items(), _DRAFT_GOALS_MS, strict=True):
+            lines.append(f"| {name} vocabulary | {ms} | {wanted if is_real else ''} |")
+    if "numbers" in found:
+        lines += ["", "| what drafts | batch | ms of a step with 0, 1, 2 ... drafts | beside none | best |"]
+        lines.append("|---|---|---|---|---|")
+    for each in found.get("numbers", ()):
+        ms, gain = (" / ".join(map(str, each[name])) for name in ("ms", "gain"))
+        lines.append(f"| {each['case']} ({each['algorithm']}) | {each['rows']} | {ms} | {gain} | {each['best']} |")
     return "\n".join(lines)
 
 

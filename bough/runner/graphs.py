@@ -164,6 +164,13 @@ class Graphs:
                 return True
         return False
 
+    def forget(self) -> None:
+        """Drops all graphs, because what they hold is to change."""
+        self._captured.clear()
+        self._stand_ins.clear()
+        self._wanted.clear()
+        self._pool = None
+
     def warm_up(self, steps: Iterable[Extents]) -> None:
         """Captures graphs for steps of these sizes, largest first so that the others fit in its memory."""
         for size in sorted(set(steps), reverse=True):

@@ -29,6 +29,7 @@ class HeadProposer:
         """`taps`: as in `DraftFacts`; without any it reads the states after the final norm. `vocab`: the target's. `shape`:
         of trees; None: each draft follows the one before it."""
         self.heads = list(heads)
+        self.taps = tuple(taps)
         self._shape = shape
         self.num_layers = sum(head.num_layers for head in heads)
         self.reads = Reads(tuple(sorted(set(taps))), hidden=not taps)

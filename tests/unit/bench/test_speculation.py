@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from bough.bench.speculation import Bench, FreeProposer, head_config, parser
 from bough.cli.main import USAGE_ERROR, main
+from bough.runner.proposing import Drafting
 
 TINY = ["--device", "cpu", "--batch-size", "1", "3", "--verify-rows", "3", "--input-len", "20"]
 
@@ -36,13 +38,53 @@ def test_drafts_are_right_as_often_as_they_should_be(rates: tuple[float, ...], p
 
 def test_everything_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "speculation", *TINY, "--turns", "4", "--warm-turns", "4"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *told, found = map(json.loads, capsys.readouterr().out.splitlines())
+    heads = [next(iter(line)) for line in told]
+    assert heads == ["opened", "off", "rows", "off", "rows", "verify", "verify", "draft", "draft"]
+    assert [told[2][name] for name in ("rows", "ratio")] == [found["batches"][0][name] for name in ("rows", "ratio")]
     assert [each["rows"] for each in found["batches"]] == [1, 3]
     assert all(each["off_tokens_per_s"] > 0 and each["on_step_ms"] > 0 for each in found["batches"])
     assert [(each["rows"], each["tokens"]) for each in found["verify"]] == [(3, 4), (3, 2)]
     assert set(found["draft_ms"]) == {"reduced", "full"}
 
 
-@pytest.mark.parametrize("flags", [["--rates", "1.5"], ["--turns", "0"], ["--rates", *["0.5"] * 9]])
+def test_a_part_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "speculation", *TINY, "--turns", "2", "--warm-turns", "2", "--only", "draft"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "draft_ms" in found
+    assert "batches" not in found
+    assert "verify" not in found
+
+
+def test_numbers_of_drafts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every kind of drafter; tables are printed behind what was told meanwhile."""
+    flags = ["--only", "numbers", "--rates", "1.0", "0.5", "--turns", "2", "--warm-turns", "2", "--markdown"]
+    assert main(["bench", "speculation", *TINY[:3], "1", *TINY[5:], *flags]) == 0
+    printed = capsys.readouterr()
+    told = [json.loads(line)["numbers"] for line in printed.err.splitlines() if "numbers" in line]
+    assert [each["algorithm"] for each in told] == ["NEXTN", "STANDALONE", "EAGLE3"]
+    for each in told:
+        assert len(each["ms"]) == 3
+        gains = [each["ms"][0] / ms * tokens for ms, tokens in zip(each["ms"], (1.0, 2.0, 2.5), strict=True)]
+        assert each["gain"] == pytest.approx(gains, rel=0.01)
+        assert each["best"] == max(range(3), key=each["gain"].__getitem__)
+        assert f"({each['algorithm']}) | 1 | " in printed.out
+
+
+def test_a_step_that_fails_is_not_measured() -> None:
+    class Broken(FreeProposer):
+        def propose(self, step: Drafting) -> list[Tensor]:
+            raise ValueError("broken")
+
+    bench = Bench(parser().parse_args([*TINY, "--turns", "2", "--warm-turns", "2"]))
+    bench.open(head_config(bench.target, 100), 3, Broken())
+    bench.fix(3)
+    with pytest.raises(RuntimeError):
+        bench.measure(1)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--rates", "1.5"], ["--turns", "0"], ["--rates", *["0.5"] * 9], ["--only", "nothing"]]
+)
 def test_what_can_not_be_measured_is_said(flags: list[str]) -> None:
     assert main(["bench", "speculation", *TINY, *flags]) == USAGE_ERROR
