@@ -1,6 +1,7 @@
 """Speculative decoding with the default model on the CPU, beside the same engine without. Run by hand:
 
     python benchmarks/speculation.py --method NGRAM --method SUFFIX
+    python benchmarks/speculation.py --method SUFFIX@9 --method SUFFIX@17 --sets rewrite
     python benchmarks/speculation.py --method MEDUSA=benchmarks/heads/smollm2-135m-instruct-medusa --sets chat
 
 All engines run at the same time, with one thread each, and answer by turns: every prompt is asked of each engine before the
@@ -75,12 +76,15 @@ class Method:
 
     @classmethod
     def start(cls, spec: str) -> Method:
-        """`spec`: the algorithm, and what drafts for it behind a =."""
-        algorithm, _, path = spec.partition("=")
+        """`spec`: the algorithm, tokens that a step verifies of a request behind an @, what drafts for it behind a =."""
+        name, _, path = spec.partition("=")
+        algorithm, _, tokens = name.partition("@")
         settings: dict[str, Any] = {"speculative_algorithm": algorithm, "cpu_threads": 1, "context_length": 2048}
         if path:
             settings["speculative_draft_model_path"] = path
-        return cls(algorithm, bough.Engine(**settings))
+        if tokens:
+            settings["speculative_num_draft_tokens"] = int(tokens)
+        return cls(name, bough.Engine(**settings))
 
     def ask(self, name: str, text: str, max_tokens: int, namespace: str) -> list[int]:
         """Answers a prompt of the set `name`, and adds what that took to the newest turn."""
@@ -105,7 +109,9 @@ class Method:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", action="append", help="ALGORITHM or ALGORITHM=PATH; may be repeated (NGRAM)")
+    parser.add_argument(
+        "--method", action="append", help="ALGORITHM, ALGORITHM@DRAFT_TOKENS, ALGORITHM=PATH; may be repeated (NGRAM)"
+    )
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--sets", nargs="+", choices=[*SETS], default=[*SETS])

@@ -13,12 +13,13 @@ MOST_SLOW = 2.0
 
 class LossBudget:
     """`share`: of the time. `first`: what may be lost before any time has passed. `most`: what is kept of gains, so that a
-    good hour does not pay for a bad one, and of debts: a step that takes far longer than expected is known from then
-    on. `again`: what must be there before a spent budget is touched again."""
+    good hour does not pay for a bad one. `debt`: what is kept of losses beyond the budget: a step that takes far longer
+    than expected is known from then on. `again`: what must be there before a spent budget is touched again."""
 
-    def __init__(self, share: float, *, first: float, most: float, again: float) -> None:
+    def __init__(self, share: float, *, first: float, most: float, debt: float, again: float) -> None:
         self._share = share
         self._most = most
+        self._debt = debt
         self._again = again
         self.left = first
         self.is_spent = False
@@ -32,7 +33,7 @@ class LossBudget:
         self._change(-plain_steps)
 
     def _change(self, by: float) -> None:
-        self.left = min(max(self.left + by, -self._most), self._most)
+        self.left = min(max(self.left + by, -self._debt), self._most)
         if self.left < 0:
             self.is_spent = True
         elif self.left >= self._again:

@@ -41,7 +41,7 @@ _LOOK_LOSS = 0.005
 """...and so many that trials take no more than this part of the time."""
 _PLAIN_EVERY = 4
 """Of as many trials one is of steps without the proposer."""
-_LOSS, _FIRST_LOSS, _MOST_GAIN, _AGAIN = 0.01, 5.0, 12.0, 0.5
+_LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.01, 5.0, 12.0, 12.0, 0.5
 """Of `LossBudget`: a head shall never cost more than 5 %..."""
 _FIRST_LOSS_ANYTIME = 3.0
 """...and less at first, if it can be tried again in the middle of any row..."""
@@ -135,7 +135,7 @@ class DeviceDrafter:
         self._keeps_kv = keeps_kv
         self.rates: PlaceRates | TreeRates = TreeRates(most) if trees else PlaceRates(most)
         first = _FIRST_LOSS if keeps_kv else _FIRST_LOSS_ANYTIME
-        self.budget = LossBudget(_LOSS, first=first, most=_MOST_GAIN, again=_AGAIN)
+        self.budget = LossBudget(_LOSS, first=first, most=_MOST_GAIN, debt=_MOST_DEBT, again=_AGAIN)
         self._pace = StepPace()
         self._ranges: dict[int, _Range] = {}
         self._may_draft = np.zeros(num_slots, np.bool_)

@@ -33,7 +33,7 @@ _BUBBLE_MS = 0.4
 """What waiting for a step to settle costs, as long as it was not measured."""
 _GAIN_WEIGHT = 0.25
 """Of the newest guess, in what is expected of a row's next."""
-_LOSS, _FIRST_LOSS, _MOST_GAIN, _AGAIN = 0.005, 2.0, 8.0, 0.5
+_LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.01, 2.0, 32.0, 8.0, 0.5
 """Of `LossBudget`: drafts from tokens alone shall never cost more than 2 %."""
 _NOTHING: F64 = np.empty(0, np.float64)
 
@@ -58,7 +58,7 @@ class HostDrafter:
         """Slot -> how much of the row was known when it was guessed for, and the guess."""
         self._gain = np.zeros(num_slots)
         """By slot: how much of late guesses was right, in tokens a step."""
-        self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, again=_AGAIN)
+        self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, debt=_MOST_DEBT, again=_AGAIN)
         self._unpaid: tuple[int, int, float] | None = None
         """Of the newest step: its rows, its drafts and the tokens that a row got, until it is paid for."""
         self._steps = 0

@@ -93,7 +93,7 @@ def test_a_machine_that_slows_down_slows_all_kinds():
 
 
 def test_a_budget_is_spent_once_and_filled_by_time():
-    budget = LossBudget(0.01, first=2.0, most=4.0, again=0.5)
+    budget = LossBudget(0.01, first=2.0, most=4.0, debt=1.0, again=0.5)
     budget.lose(1.5)
     assert not budget.is_spent
     budget.lose(0.6)
@@ -104,3 +104,5 @@ def test_a_budget_is_spent_once_and_filled_by_time():
     assert not budget.is_spent
     budget.lose(-100.0)
     assert budget.left == 4.0, "gains are kept up to a bound"
+    budget.lose(100.0)
+    assert budget.left == -1.0, "and so are losses"
