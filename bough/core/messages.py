@@ -363,6 +363,8 @@ class End(Struct, kw_only=True, omit_defaults=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Drafts that were right."""
+    right_drafts: list[int] = []
+    """Of the decode steps: how many had as many right drafts as the index says. Empty where `decode_steps` is 0."""
     spans: list[TraceSpan] = []
     """If the request is traced: the engine's part of its timeline, in order."""
 

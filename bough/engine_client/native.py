@@ -293,6 +293,7 @@ def draft_fields(end: End) -> Json:
         "spec_accept_token_num": end.accepted_tokens,
         "spec_draft_token_num": end.draft_tokens,
         "spec_accept_rate": end.accepted_tokens / end.draft_tokens if end.draft_tokens else 0.0,
+        "spec_accept_histogram": end.right_drafts,
     }
 
 

@@ -255,6 +255,8 @@ def _fill_slot(queues: Queues, phase: Prefilling, limits: Limits) -> None:
     slots.out_high[slot] = slots.out_low[slot] = slots.out_settled[slot] = num_output
     slots.out_limit[slot] = job.limit
     slots.num_decoded[slot] = slots.num_drafts[slot] = slots.num_accepted[slot] = slots.num_proposed[slot] = 0
+    if queues.drafter is not None:
+        slots.num_right_in[slot] = 0
     slots.min_new[slot] = job.ask.sampling.min_new_tokens
     slots.set_stops(slot, job.stops)
     slots.last_step[slot] = -1

@@ -19,6 +19,10 @@ NUM_DRAFT_POSITIONS = 16
 """Number of draft positions for which accepted drafts are counted separately."""
 
 
+MOST_DRAFTS = 63
+"""Of a row in one step."""
+
+
 class Offer(Struct):
     """Drafts for the decode rows of a step; at least one row has some."""
 

@@ -3,6 +3,8 @@ that reads them has settled."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
 from bough.cache.nodes import Node
@@ -60,6 +62,7 @@ def make_end(
         decode_steps=decoded,
         draft_tokens=drafts,
         accepted_tokens=accepted,
+        right_drafts=right_in(queues, job, decoded),
         spans=_timeline(job, len(output), now) if job.ask.trace else [],
     )
 
@@ -72,6 +75,18 @@ def drafts_of(queues: Queues, job: Job) -> tuple[int, int, int]:
         here = slots.num_decoded[slot], slots.num_drafts[slot], slots.num_accepted[slot]
         return tuple(before + int(more) for before, more in zip(job.drafted, here, strict=True))  # type: ignore[return-value]
     return job.drafted
+
+
+def right_in(queues: Queues, job: Job, num_steps: int) -> list[int]:
+    """Of the `num_steps` that a request decoded in: how many had as many right drafts as the index says, up to the most."""
+    phase = queues.where.get(job.id)
+    counts = list(job.right_in)
+    if queues.drafter is not None and isinstance(phase, Running | Leaving):
+        here = np.trim_zeros(queues.slots.num_right_in[phase.slot], "b").tolist()
+        counts = [before + more for before, more in zip_longest(counts, here, fillvalue=0)]
+    if num_steps:  # those without drafts had none that was right
+        counts[:1] = [num_steps - sum(counts[1:])]
+    return counts
 
 
 def trace_chunk(job: Job, start: int, num_tokens: int, step: int, now: float) -> None:
@@ -211,6 +226,7 @@ def release(queues: Queues, cache: PrefixCache, phase: Leaving) -> None:
         queues.drafter.forget(queues, slot, job, has_ended=not phase.requeue)
     if phase.requeue:
         job.drafted = drafts_of(queues, job)
+        job.right_in = tuple(right_in(queues, job, job.drafted[0]))
         job.output = slots.output(slot).copy()
         job.emitted = int(slots.emitted[slot])
     queues.gates.pop(slot, None)

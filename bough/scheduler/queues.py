@@ -76,6 +76,8 @@ class Job(Struct, kw_only=True, eq=False):
     hidden: list[list[float]] = []
     drafted: tuple[int, int, int] = (0, 0, 0)
     """In slots that it had before: steps that it decoded in, drafts, and how many of them were right."""
+    right_in: tuple[int, ...] = ()
+    """Of those steps: how many had as many right drafts as the index says."""
 
     @property
     def scores_prompt(self) -> bool:

@@ -206,6 +206,7 @@ def _count_drafts(flight: Flight, outcome: Outcome, queues: Queues, live: Bool) 
                 counters.accepted_at[min(position, NUM_DRAFT_POSITIONS - 1)] += rows_so_right
         slots.num_drafts[slot_ids] += drafts
         slots.num_accepted[slot_ids] += accepted
+        slots.num_right_in[slot_ids, accepted] += ONE
 
 
 def _take_forced(flight: Flight, queues: Queues) -> None:

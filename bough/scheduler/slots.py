@@ -8,6 +8,7 @@ import numpy.typing as npt
 from bough.cache.fixed import FixedContent
 from bough.core.kv import TablePlaces
 from bough.core.step import I32, I64, Bool
+from bough.scheduler.drafting import MOST_DRAFTS
 from bough.scheduler.limits import Limits
 
 NUM_STOP_IDS = 8
@@ -63,6 +64,8 @@ class SlotTable:
         """Drafts of the row that were verified."""
         self.num_accepted: I32 = np.zeros(n, np.int32)
         """Of `num_drafts`, those that were right."""
+        self.num_right_in: npt.NDArray[np.int32] = np.zeros((n, 1 + MOST_DRAFTS), np.int32)
+        """By number of right drafts: the steps with drafts that had as many."""
         self.num_proposed: I32 = np.zeros(n, np.int32)
         """Drafts that the row's latest step leaves on the device."""
         self.min_new: I32 = np.zeros(n, np.int32)

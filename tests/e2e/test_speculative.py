@@ -49,6 +49,12 @@ def test_answers_are_the_same_in_fewer_steps(http: httpx.Client) -> None:
     assert on["spec_verify_ct"] < 36
     assert on["spec_accept_length"] == 47 / on["spec_verify_ct"]
     assert on["spec_accept_token_num"] == 47 - on["spec_verify_ct"]
+    right = on["spec_accept_histogram"]
+    assert (sum(right), sum(n * steps for n, steps in enumerate(right))) == (
+        on["spec_verify_ct"],
+        on["spec_accept_token_num"],
+    )
+    assert off["spec_accept_histogram"] == [47]
     assert on["spec_accept_rate"] == on["spec_accept_token_num"] / on["spec_draft_token_num"]
 
 

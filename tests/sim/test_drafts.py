@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from bough.core.messages import LogprobSpec
+from bough.core.messages import End, LogprobSpec
 from bough.core.sampling import GrammarSpec
 from bough.core.step import NO_PROPOSER, Step
 from bough.scheduler.accept import output_limit
@@ -55,6 +55,7 @@ def test_everybody_gets_what_they_would_get_alone(
     sim = Sim(**engine, **drafts)
     for client in play(sim, script):
         check_answer(sim, client, failures=len(client.prompt) > sim.limits.capacity_tokens)
+        check_right_drafts(client.end)
     assert not sim.problems
     assert not drafts["drafter"].begun
 
@@ -100,6 +101,13 @@ def test_constrained_and_scored_requests_and_failed_steps(
             check_scores(client)
 
 
+def check_right_drafts(end: End | None) -> None:
+    """Every decode step is counted once, by its right drafts; also of requests that had to begin again."""
+    if end is not None:
+        assert sum(end.right_drafts) == end.decode_steps
+        assert sum(right * steps for right, steps in enumerate(end.right_drafts)) == end.accepted_tokens
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_right_drafts_save_steps(where: str, depth: int) -> None:
@@ -115,6 +123,8 @@ def test_right_drafts_save_steps(where: str, depth: int) -> None:
         assert client.end.decode_steps <= 24
         assert client.end.accepted_tokens >= 35
         assert client.end.accepted_tokens <= client.end.draft_tokens
+        assert len(client.end.right_drafts) == 4
+        check_right_drafts(client.end)
     assert sim.queues.counters.accepted_tokens == drafts["drafter"].accepted > 0
 
 
