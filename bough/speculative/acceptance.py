@@ -24,13 +24,14 @@ class Acceptance:
 
     def __init__(self, num_kinds: int, num_places: int, prior: F64, num_slots: int) -> None:
         """`prior`: [kinds], the rate of the first place to begin with."""
-        self._tried: F64 = np.zeros((num_kinds, num_places))
-        self._right: F64 = np.zeros((num_kinds, num_places))
-        self._rate: F64 = np.broadcast_to(prior[:, None], (num_kinds, num_places)).copy()
-        self._prior = prior
-        self._prior_weight: F64 = np.full((num_kinds, num_places), _PRIOR_WEIGHT)
-        self._row_right = np.full(num_slots, _ROW_WEIGHT)
-        self._row_expected = np.full(num_slots, _ROW_WEIGHT)
+        # Lists: one entry is changed at a time, in every step of a row.
+        self._tried = [[0.0] * num_places for _ in range(num_kinds)]
+        self._right = [[0.0] * num_places for _ in range(num_kinds)]
+        self._prior_weight = [[_PRIOR_WEIGHT] * num_places for _ in range(num_kinds)]
+        self._rate: list[list[float]] = [[rate] * num_places for rate in prior.tolist()]
+        self._prior: list[float] = prior.tolist()
+        self._row_right = [_ROW_WEIGHT] * num_slots
+        self._row_expected = [_ROW_WEIGHT] * num_slots
 
     def begin(self, slot: int) -> None:
         """Another request has the slot: nothing is known of it."""
@@ -39,27 +40,29 @@ class Acceptance:
     def rates(self, kind: int, slot: int, count: int) -> F64:
         """Of each of the first `count` places: how likely the draft there is right, given that those before it are."""
         fares = min(max(self._row_right[slot] / self._row_expected[slot], _LEAST), _MOST)
-        rates: F64 = np.minimum(fares * self._rate[kind, :count], _SUREST)
+        rates: F64 = np.minimum(fares * np.array(self._rate[kind][:count]), _SUREST)
         return rates
 
     def observe(self, kind: int, slot: int, num_right: int, num_tried: int) -> None:
         """Of `num_tried` drafts the first `num_right` were right."""
         seen = min(num_right + 1, num_tried)
-        places = slice(0, seen)
-        expected = float(np.cumprod(self._rate[kind, places]).sum())
+        tried, right, weights, rates = (
+            each[kind] for each in (self._tried, self._right, self._prior_weight, self._rate)
+        )
+        expected, survival = 0.0, 1.0
+        for place in range(seen):
+            survival *= rates[place]
+            expected += survival
+            tried[place] = _DECAY * tried[place] + 1.0
+            right[place] = _DECAY * right[place] + (1.0 if place < num_right else 0.0)
+            weights[place] *= _DECAY
         self._row_right[slot] = _ROW_DECAY * self._row_right[slot] + num_right
         self._row_expected[slot] = _ROW_DECAY * self._row_expected[slot] + expected
-        self._tried[kind, places] = _DECAY * self._tried[kind, places] + 1.0
-        self._right[kind, places] *= _DECAY
-        self._prior_weight[kind, places] *= _DECAY
-        self._right[kind, :num_right] += 1.0
-        rate = float(self._prior[kind])
-        known = np.stack((self._right[kind], self._tried[kind], self._prior_weight[kind]), 1).tolist()
-        for place, (right, tried, weight) in enumerate(known):
+        rate = self._prior[kind]
+        for place, weight in enumerate(weights):
             # One of which nothing is known fares as the one before it.
-            rate = (right + weight * rate) / (tried + weight)
-            self._rate[kind, place] = rate
+            rates[place] = rate = (right[place] + weight * rate) / (tried[place] + weight)
 
     def table(self) -> F64:
         """Rates of [kind, place], all rows together."""
-        return self._rate
+        return np.array(self._rate)

@@ -10,6 +10,9 @@ Whatever is promised, drafts and waiting may lose a small part of the time only 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from bough.core.step import I32, I64, NO_PROPOSER, Bool
@@ -44,8 +47,18 @@ class HostDrafter:
     is_resting = False
     """It goes on comparing its guesses with what comes."""
 
-    def __init__(self, guesser: Guesser, num_slots: int, *, overlaps: bool, adaptive: bool) -> None:
+    def __init__(
+        self,
+        guesser: Guesser,
+        num_slots: int,
+        *,
+        overlaps: bool,
+        adaptive: bool,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`clock`: seconds that this thread has computed."""
         self.guesser = guesser
+        self._clock = clock
         self._adaptive = adaptive
         self._overlaps = overlaps
         self.serial = not overlaps or not adaptive
@@ -61,6 +74,8 @@ class HostDrafter:
         self.budget = LossBudget(_LOSS, first=_FIRST_LOSS, most=_MOST_GAIN, debt=_MOST_DEBT, again=_AGAIN)
         self._unpaid: tuple[int, int, float] | None = None
         """Of the newest step: its rows, its drafts and the tokens that a row got, until it is paid for."""
+        self._own_s = 0.0
+        """Time of the thread that guessing and comparing took, until it is paid for: steps are not timed with it."""
         self._steps = 0
         self._turn = 0
 
@@ -76,6 +91,12 @@ class HostDrafter:
             return None
         if self._adaptive and (self.budget.is_spent or not self.costs.knows_plain(len(slots))):
             return None
+        began_s = self._clock()
+        offer = self._offer(queues, slots, most, num_tokens)
+        self._own_s += self._clock() - began_s
+        return offer
+
+    def _offer(self, queues: Queues, slots: I64, most: I32, num_tokens: int) -> Offer | None:
         guesses: list[Guess] = []
         survival: list[F64] = []
         left = _MOST_GUESSES
@@ -138,9 +159,11 @@ class HostDrafter:
             self._unpaid = len(slots), int(drafts.sum()), 1.0 + float(accepted.sum()) / len(slots)
         if self.serial:
             self._gain[slots] *= 1.0 - _GAIN_WEIGHT
+        began_s = self._clock()
         for slot in slots.tolist():
             if slot in self._guesses:
                 self._compare(queues, slot)
+        self._own_s += self._clock() - began_s
         if self._overlaps and self._adaptive:
             if not self.serial:
                 self._watch(queues, slots)
@@ -201,6 +224,9 @@ class HostDrafter:
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
         self.costs.add(num_rows, num_tokens, ms, serial=self.serial)
         self._pay(ms)
+        if self.serial and self.costs.knows_plain(num_rows):
+            self.budget.lose(1e3 * self._own_s / self.costs.plain(num_rows, serial=not self._overlaps))
+        self._own_s = 0.0
 
     def prompts_timed(self, ms: float, proposals: int) -> None:
         """Prompts are computed without it."""

@@ -88,15 +88,23 @@ class HostStream:
     most = 11
     prior: F64 = np.array([0.5, 0.2])
 
-    def __init__(self, right: Right, *, token_ms: Callable[[int], float], noise: Noise, overlaps: bool = False) -> None:
-        """`token_ms`: of a step, by its tokens. Without overlap it takes 5 % more."""
+    def __init__(
+        self,
+        right: Right,
+        *,
+        token_ms: Callable[[int], float],
+        noise: Noise,
+        overlaps: bool = False,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`token_ms`: of a step, by its tokens. Without overlap it takes 5 % more. `clock`: of the drafter."""
         self._right = right
         self._token_ms = token_ms
         self._noise = noise
         self._rng = random.Random(5)
         self._overlaps = overlaps
         self._num_right: list[int] = []
-        self.drafter = HostDrafter(self, 1, overlaps=overlaps, adaptive=True)  # type: ignore[arg-type]
+        self.drafter = HostDrafter(self, 1, overlaps=overlaps, adaptive=True, clock=clock)  # type: ignore[arg-type]
         self._length = 600
         history = np.zeros((1, self._length + 64), np.int32)
         self._slots = SimpleNamespace(known=np.zeros(1, np.int32), history=history, live=np.ones(1, np.bool_))

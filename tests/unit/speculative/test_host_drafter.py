@@ -40,7 +40,7 @@ def run(
     right: float, *, depth: int, adaptive: bool = True, token_ms: float = 0.1, requests: int = 12
 ) -> tuple[Sim, HostDrafter]:
     """Steps take 1 ms and `token_ms` for each token."""
-    drafter = HostDrafter(Seer(right), 8, overlaps=depth > 0, adaptive=adaptive)
+    drafter = HostDrafter(Seer(right), 8, overlaps=depth > 0, adaptive=adaptive, clock=lambda: 0.0)
     timed = drafter.timed
     drafter.timed = lambda rows, tokens, ms, left: timed(rows, tokens, 1.0 + token_ms * tokens, left)  # type: ignore[method-assign]
     sim = Sim(depth=depth, drafter=drafter, num_pages=200, context_length=200)
@@ -89,7 +89,7 @@ def test_a_text_that_becomes_predictable_is_noticed_without_drafting():
 
 
 def test_requests_can_go_without_and_are_not_kept():
-    drafter = HostDrafter(Seer(1.0), 8, overlaps=False, adaptive=True)
+    drafter = HostDrafter(Seer(1.0), 8, overlaps=False, adaptive=True, clock=lambda: 0.0)
     sim = Sim(depth=0, drafter=drafter)
     quiet, other = sim.ask(PROMPT, max_new=20), sim.ask([5, *PROMPT], max_new=20, namespace="tenant")
     quiet.ask.speculate = False

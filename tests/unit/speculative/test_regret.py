@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bough.core.step import I32
+from bough.speculative.guesses import Guess
 from tests.sim.streams import (
     DeviceStream,
     HostStream,
@@ -132,3 +134,22 @@ def test_a_head_that_rests_leaves_prompts_alone() -> None:
     stream.run(600)
     assert stream.drafter.is_resting
     assert stream.drafter.proposals(0, prompts=True) == -1
+
+
+@pytest.mark.parametrize("guess_ms", [0.0, 0.6])
+def test_what_guessing_takes_is_booked_too(guess_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that are never worth a draft, each of which takes 6 % of a step: few are made, and drafts stop with them."""
+    clock, made = [0.0], [0]
+    stream = HostStream(wrong, token_ms=verify_cost(10.0, 0.6), noise=quiet, clock=lambda: clock[0])
+    guess = stream.guess
+
+    def slow(text: I32, namespace: str) -> Guess:
+        clock[0] += guess_ms / 1e3
+        made[0] += 1
+        return guess(text, namespace)
+
+    monkeypatch.setattr(stream, "guess", slow)
+    result = stream.run(TOKENS)
+    lost_ms = result.ms + 1e3 * clock[0] - 10.0 * result.tokens
+    assert lost_ms < 0.02 * 10.0 * result.tokens
+    assert made[0] > (100 if guess_ms else TOKENS // 2)
