@@ -144,9 +144,9 @@ def test_the_defaults_are_those_of_the_docs() -> None:
     ("algorithm", "architecture", "steps"),
     [
         ("EAGLE3", "LlamaForCausalLM", 3),
-        ("EAGLE3", "SomethingElse", 4),
+        ("EAGLE3", "SomethingElse", 3),
         ("NEXTN", "DeepseekV3ForCausalLM", 3),
-        ("STANDALONE", "LlamaForCausalLM", 4),
+        ("STANDALONE", "LlamaForCausalLM", 3),
     ],
 )
 def test_numbers_left_open_are_those_of_the_target(
