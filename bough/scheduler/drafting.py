@@ -37,8 +37,8 @@ class Drafter(Protocol):
 
     @property
     def is_resting(self) -> bool:
-        """Steps are planned as if there were no drafter: it is neither asked for drafts, nor for proposals. Only `timed` and
-        `prompts_timed` may change that."""
+        """Steps are planned as if there were no drafter: it is neither asked for drafts, nor for proposals. That does not
+        change while a step is planned."""
         ...
 
     def waits(self, queues: Queues, slots: I64) -> Bool:

@@ -38,14 +38,18 @@ _GAIN_WEIGHT = 0.25
 """Of the newest guess, in what is expected of a row's next."""
 _LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.01, 2.0, 32.0, 8.0, 0.5
 """Of `LossBudget`: drafts from tokens alone shall never cost more than 2 %."""
+_REST_LOOK = 8
+"""Of as many steps in which it rests, one is timed."""
 _NOTHING: F64 = np.empty(0, np.float64)
 
 
 class HostDrafter:
     """A `scheduler.drafting.Drafter` over a guesser. `adaptive`: only drafts that pay; otherwise all that are guessed."""
 
-    is_resting = False
-    """It goes on comparing its guesses with what comes."""
+    @property
+    def is_resting(self) -> bool:
+        """Where nothing is left to lose, and steps would not overlap without it either: asking it takes time, too."""
+        return self._adaptive and self.budget.is_spent and not self._overlaps
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class HostDrafter:
         """Of the newest step: its rows, its drafts and the tokens that a row got, until it is paid for."""
         self._own_s = 0.0
         """Time of the thread that guessing and comparing took, until it is paid for: steps are not timed with it."""
+        self._rested = 0
+        """Steps in which it rested."""
         self._steps = 0
         self._turn = 0
 
@@ -222,6 +228,11 @@ class HostDrafter:
             self.serial = drafted > _CLEAR_GAIN * plain and not self.budget.is_spent
 
     def timed(self, num_rows: int, num_tokens: int, ms: float, proposals: int) -> None:
+        if self.is_resting and self._unpaid is None:
+            self.budget.pass_time(1.0)
+            self._rested += 1
+            if self._rested % _REST_LOOK:
+                return
         self.costs.add(num_rows, num_tokens, ms, serial=self.serial)
         self._pay(ms)
         if self.serial and self.costs.knows_plain(num_rows):

@@ -99,3 +99,16 @@ def test_requests_can_go_without_and_are_not_kept():
     assert (quiet.end.draft_tokens, quiet.end.decode_steps) == (0, 19)
     assert other.end.accepted_tokens > 8
     assert drafter.guesser.texts == [(other.prompt + other.tokens, "tenant")]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_it_rests_until_time_has_filled_its_budget_again(overlaps: bool):
+    """Where steps overlap it goes on watching, which takes no time of theirs."""
+    drafter = HostDrafter(Seer(1.0), 8, overlaps=overlaps, adaptive=True, clock=lambda: 0.0)
+    drafter.budget.lose(2.1)
+    assert drafter.is_resting == (not overlaps)
+    steps = 0
+    while drafter.is_resting:
+        drafter.timed(1, 1, 10.0, -1)
+        steps += 1
+    assert steps == (60 if not overlaps else 0), "of which each fills up 1 % of a plain step, to a half"
