@@ -36,7 +36,7 @@ _BUBBLE_MS = 0.4
 """What waiting for a step to settle costs, as long as it was not measured."""
 _GAIN_WEIGHT = 0.25
 """Of the newest guess, in what is expected of a row's next."""
-_LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.01, 2.0, 32.0, 8.0, 0.5
+_LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.007, 2.0, 32.0, 8.0, 0.5
 """Of `LossBudget`: drafts from tokens alone shall never cost more than 2 %."""
 _REST_LOOK = 8
 """Of as many steps in which it rests, one is timed."""

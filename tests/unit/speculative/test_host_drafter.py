@@ -111,4 +111,4 @@ def test_it_rests_until_time_has_filled_its_budget_again(overlaps: bool):
     while drafter.is_resting:
         drafter.timed(1, 1, 10.0, -1)
         steps += 1
-    assert steps == (60 if not overlaps else 0), "of which each fills up 1 % of a plain step, to a half"
+    assert steps == (86 if not overlaps else 0), "of which each fills up 0.7 % of a plain step, to a half"
