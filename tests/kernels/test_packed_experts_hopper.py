@@ -91,19 +91,51 @@ def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None
     assert (work.alpha, work.limit) == (1.5, 7.0)
 
 
-def test_every_cut_fits_a_multiprocessor() -> None:
+@pytest.mark.parametrize("lone", [None, hopper.LoneToken(4, 132)])
+def test_every_cut_fits_a_multiprocessor(lone: hopper.LoneToken | None) -> None:
     for kind in ("float8", "float4"):
         for width in (512, 2048, 2880, 4096):
-            for block_t in (8, 16):
-                cuts = hopper.cuts_of(stacked(kind, 64, width), width, 2, block_t, 64)
+            for block_t, halves in ((8, 1), (8, 2), (16, 1), (16, 2)):
+                cuts = hopper.cuts_of(stacked(kind, 384, width), width, halves, block_t, 384 // halves, lone)
                 assert cuts or width * block_t > 2048 * 16
                 for cut in cuts:
                     assert cut.stages >= 3
-                    assert cut.shape.programs * (cut.shared_bytes + 1024) <= 227 << 10
+                    assert cut.shared_bytes + 1024 <= 227 << 10
                     assert cut.shape.row_tiles * cut.shape.slices < 32, "warps of a block, and the one that feeds them"
 
 
 def test_steps_have_little_room_for_slices_that_are_not_there() -> None:
-    """768 columns are six slices: a stage of eight would leave a quarter of the warps idle."""
-    assert hopper.cuts_of(stacked("float8", 64, 768), 768, 1, 8, 64)[0].shape.slices == 6
-    assert hopper.cuts_of(stacked("float8", 64, 1024), 1024, 1, 8, 64)[0].shape.slices == 8
+    """384 columns are three slices: a stage of two would leave a quarter of the warps idle."""
+    assert hopper.cuts_of(stacked("float8", 128, 384), 384, 1, 8, 128)[0].shape.slices == 3
+    assert hopper.cuts_of(stacked("float8", 128, 1024), 1024, 1, 8, 128)[0].shape.slices == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "width", "halves", "pairs", "row_tiles"),
+    [
+        ("float4", 2880, 2880, 2, 4, 6),  # 120 items of 132 blocks, each of 96 rows
+        ("float4", 2880, 2880, 1, 4, 6),
+        ("float4", 768, 2048, 2, 8, 3),  # 128 items of 48 rows; of 96 rows there would be 64
+        ("float8", 768, 2048, 2, 8, 3),
+        ("float8", 2048, 768, 1, 8, 8),
+    ],
+)
+def test_items_of_a_lone_token_are_spread_evenly(
+    kind: str, rows: int, width: int, halves: int, pairs: int, row_tiles: int
+) -> None:
+    weight = stacked(kind, halves * rows, width)
+    cut = hopper.cuts_of(weight, width, halves, 8, rows, hopper.LoneToken(pairs, 132))[0]
+    assert (cut.shape.row_tiles, cut.lone) == (row_tiles, True)
+
+
+def test_a_lone_token_has_an_item_for_each_pair(kernel: Kernel) -> None:
+    """Not sorted: pairs are batches of their own, and the choice itself is the list of experts."""
+    weight = stacked("float4", 2 * INNER, 576)
+    x, out = torch.zeros(1, 576, dtype=torch.bfloat16), torch.zeros(3, INNER, dtype=torch.bfloat16)
+    ids = torch.zeros(3, dtype=torch.int32)
+    hopper.product(x, weight, out, Sorted(ids, ids, 3, EXPERTS, is_sorted=False), block_t=8, per_token=3, halves=2)
+    ((blocks, (codes, _, _, work)),) = kernel.launches
+    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, hopper.LoneToken(3, 132))[0]
+    assert blocks == 3 * INNER // cut.item_rows
+    assert codes[1] == cut.item_rows
+    assert (work.num_pairs, work.num_batches) == (3, 3)

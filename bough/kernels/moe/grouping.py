@@ -20,6 +20,8 @@ ALIGN = 64
 """Experts' rows begin at multiples of it."""
 _ALIGN = tl.constexpr(ALIGN)
 _E4M3_MAX = tl.constexpr(448.0)
+MOST_AT_ONCE = 4096
+"""Pairs that one launch lays out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,87 @@ def _gather_kernel(
     place = tl.atomic_add(cursors + expert, 1, mask=mine, sem="relaxed")
     place = tl.where(mine, place, -1)
     tl.store(places + token * PER_TOKEN + choice, place, mask=inside)
+    _copy_token(value, col, place, choice, mine, out, scales, D, PER_TOKEN, FP8, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _group_kernel(
+    x,
+    ids,
+    places,
+    tiles,
+    num_tiles,
+    out,
+    scales,
+    D,
+    E,
+    height,
+    x_stride,
+    T,
+    PER_TOKEN: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program a token and an expert: each counts the pairs of all experts, and so knows where its own go, in their order.
+    It copies its token, and lists its expert's tiles of `height` rows."""
+    trigger(PDL)
+    wait(PDL)
+    mine = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < T * PER_TOKEN, other=-1).to(tl.int32)
+    expert = tl.where((expert >= 0) & (expert < E), expert, E)
+    each = tl.arange(0, BINS)
+    count = tl.where(each < E, tl.histogram(expert, BINS), 0)
+    room = (count + _ALIGN - 1) // _ALIGN * _ALIGN
+    end = tl.cumsum(room, 0)
+    if mine < T:
+        token = mine.to(tl.int64)
+        choice = tl.arange(0, BLOCK_K)
+        col = tl.arange(0, BLOCK_D)
+        inside = choice < PER_TOKEN
+        value = tl.load(x + token * x_stride + col, mask=col < D, other=0.0)
+        own_pair = mine * PER_TOKEN + choice
+        own = tl.load(ids + own_pair, mask=inside, other=-1).to(tl.int32)
+        is_here = inside & (own >= 0) & (own < E)
+        before = (expert[:, None] == own[None, :]) & (pair[:, None] < own_pair[None, :])
+        first = tl.sum(tl.where(each[:, None] == own[None, :], (end - room)[:, None], 0), 0)
+        place = tl.where(is_here, first + tl.sum(before.to(tl.int32), 0), -1)
+        tl.store(places + own_pair, place, mask=inside)
+        _copy_token(value, col, place, choice, is_here, out, scales, D, PER_TOKEN, FP8, BLOCK_D)
+    if mine < E:
+        own_tiles = (count + height - 1) // height
+        is_mine = each == mine
+        first_tile = tl.sum(tl.where(each < mine, own_tiles, 0), 0)
+        last_row = tl.sum(tl.where(is_mine, end, 0), 0)
+        first_row = last_row - tl.sum(tl.where(is_mine, room, 0), 0)
+        for place in range(tl.sum(tl.where(is_mine, own_tiles, 0), 0)):
+            at = tiles + (first_tile + place) * 4
+            tl.store(at, first_row + place * height)
+            tl.store(at + 1, last_row)
+            tl.store(at + 2, mine)
+        if mine == 0:
+            tl.store(num_tiles, tl.sum(own_tiles, 0))
+
+
+@triton.jit
+def _copy_token(
+    value,
+    col,
+    place,
+    choice,
+    mine,
+    out,
+    scales,
+    D,
+    PER_TOKEN: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copies a token to the places of its pairs that are `mine`; FP8: rounded, with a scale."""
     if FP8:
         largest = tl.max(tl.abs(value.to(tl.float32)), 0)
         scale = tl.maximum(largest, 1e-12) / _E4M3_MAX
@@ -155,6 +238,7 @@ def _round_kernel(x, out, scales, D, BLOCK_D: tl.constexpr, PDL: tl.constexpr):
 _COUNT = Launcher(_count_kernel)
 _TILES = Launcher(_tiles_kernel)
 _GATHER = Launcher(_gather_kernel)
+_GROUP = Launcher(_group_kernel)
 _SUM = Launcher(_sum_kernel)
 _ROUND = Launcher(_round_kernel)
 
@@ -173,11 +257,26 @@ def group_tokens(
     most_tiles = min(pairs, pairs // height + num_experts)
     places = torch.empty((tokens, per_token), dtype=torch.int32, device=device)
     tiles = torch.empty((most_tiles, 4), dtype=torch.int32, device=device)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
-    cursors = torch.empty(num_experts, dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
     rows = torch.empty((num_rows, depth), dtype=torch.float8_e4m3fn if fp8 else x_TD.dtype, device=device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=device) if fp8 else None
+    grouping = Grouping(places, tiles, num_tiles, num_rows)
+    if pairs <= MOST_AT_ONCE:
+        _GROUP.launch(
+            (max(tokens, num_experts), 1),
+            (x_TD, ids_Tk, places, tiles, num_tiles, rows, num_tiles if scales is None else scales),
+            (depth, num_experts, height, x_TD.stride(0)),
+            (),
+            (
+                per_token, fp8, power_of_two(pairs, at_least=256), power_of_two(num_experts + 1),
+                power_of_two(per_token), power_of_two(depth),
+            ),
+            num_warps=8,
+            counts=(tokens,),
+        )  # fmt: skip
+        return grouping, rows, scales
+    counts = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    cursors = torch.empty(num_experts, dtype=torch.int32, device=device)
     _COUNT.launch((cdiv(pairs, 1024), 1), (ids_Tk, counts), (num_experts,), (), (1024,), num_warps=4, counts=(pairs,))
     block_e = power_of_two(num_experts)
     _TILES.launch(
@@ -191,7 +290,7 @@ def group_tokens(
         (per_token, fp8, power_of_two(per_token), power_of_two(depth)),
         num_warps=4,
     )
-    return Grouping(places, tiles, num_tiles, num_rows), rows, scales
+    return grouping, rows, scales
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

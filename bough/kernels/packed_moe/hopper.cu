@@ -25,34 +25,106 @@ constexpr int SCALE_BOX = STAGED ? 4 * SLICES * ITEM_ROWS * 2 : 0;        // of 
 constexpr int CODE_BYTES = HALVES * SLICES * W_BOX;
 constexpr int STAGE_BYTES = CODE_BYTES + HALVES * SCALE_BOX;
 constexpr int WARPS = ROW_TILES * SLICES, WORKERS = 32 * WARPS;
-constexpr int OWNERS = 32 * ROW_TILES * REGS;                             // sums of an item's half
+// A lone token's values are those of all tokens of the tensor cores' product, of which one is kept.
+constexpr int HELD_TOKENS = SORTED ? BLOCK_T : 1, HELD_BOX = HELD_TOKENS * ROW_BYTES;
+constexpr int OWNERS = SORTED ? 32 * ROW_TILES * REGS : ITEM_ROWS;        // sums of an item's half
 constexpr int SUM_FLOATS = SLICES * HALVES * OWNERS;
+constexpr int NEAR_BATCHES = 64;                                          // whose experts are kept in shared memory
 
 static_assert(KIND != FLOAT4 || SCALED_ONCE || GROUP == 0, "scales in bf16");
 
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
+INLINE void ask_for_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// Adds the products of a box of each half of the weight, `apart` from each other, from this warp's rows on, and of the tokens'
+// two boxes beside it. As `Groups::add_box`, with both halves at once, so that tokens are loaded once and sums of the one are
+// made while those of the other are on their way.
+INLINE void add_boxes(float (&acc)[HALVES][1][REGS], const Groups<1> (&groups)[HALVES], u32 weight, u32 apart, u32 tokens) {
+  const int lane = threadIdx.x % 32, row = lane / 4, q = lane % 4, token = SORTED ? row : 0;
+  const u32 first = weight + row * W_ROW_BYTES, boxes = tokens + q / 2 * HELD_BOX + token * ROW_BYTES;
+  float sums[HALVES][REGS];
+#pragma unroll
+  for (int half = 0; half < HALVES; half++)
+#pragma unroll
+    for (int r = 0; r < REGS; r++) sums[half][r] = GROUP == 128 ? 0.0f : acc[half][0][r];
+  uint4 codes[HALVES][2];
+#pragma unroll
+  for (int turn = 0; turn < 2; turn++) {
+    const int own = turn ^ (q >> 1);
+    if (!HALF_BYTES || turn == 0) {
+      const int place = HALF_BYTES ? q * 16 : ((2 * q + own) ^ row) * 16;
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++)
+          codes[half][lower] = shared_16(first + half * apart + 8 * lower * W_ROW_BYTES + place);
+    }
+    const int chunk = HALF_BYTES ? 2 * (q % 2) + 4 * own : 4 * (q % 2) + 2 * own;
+#pragma unroll
+    for (int eight = 0; eight < 2; eight++) {
+      uint4 values[BLOCK_T / 8];
+#pragma unroll
+      for (int block = 0; block < BLOCK_T / 8; block++)
+        values[block] = shared_16(boxes + block * 8 * ROW_BYTES + ((chunk + eight) ^ token) * 16);
+#pragma unroll
+      for (int four = 0; four < 2; four++)
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          u32 rows[4];
+#pragma unroll
+          for (int lower = 0; lower < 2; lower++) {
+            const uint4& from = codes[half][lower];
+            const u32 word = eight ? (four ? from.w : from.z) : (four ? from.y : from.x);
+            const u32 more = groups[half].more[0][0][lower][Groups<1>::TURNS > 1 ? turn : 0];
+#if KIND == FLOAT4
+            // As `widen_four`, with the shift to one half of a byte in the product.
+            constexpr u32 KEPT = 0x81c081c0u;
+            const u32 by = own ? 0x0104u : 0x1040u, mask = own ? 0x00f000f0u : 0x000f000fu;
+            const u32 factor = SCALED_ONCE ? more : 0x7e807e80u;  // 2^126
+            rows[lower] = times_plus(((word & mask) * by) & KEPT, factor, 0x80008000u);
+            rows[2 + lower] = times_plus((((word >> 8) & mask) * by) & KEPT, factor, 0x80008000u);
+#else
+            widen_four(HALF_BYTES ? word >> (4 * own) : word, more, rows[lower], rows[2 + lower]);
+#endif
+          }
+#pragma unroll
+          for (int block = 0; block < BLOCK_T / 8; block++) {
+            const uint4& value = values[block];
+            multiply(sums[half] + 4 * block, rows, four ? value.z : value.x, four ? value.w : value.y);
+          }
+        }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < HALVES; half++)
+#pragma unroll
+    for (int r = 0; r < REGS; r++)
+      acc[half][0][r] = GROUP == 128 ? acc[half][0][r] + sums[half][r] * groups[half].scales[0][0][r / 2 % 2] : sums[half][r];
+}
+
 // By all workers: a batch's tokens, in boxes of 64 columns, swizzled; of four columns in the order 0 2 1 3. Columns beyond the
 // depth, and tokens that are not there, are zero.
 INLINE void gather(const Work& work, const int* batch_pairs, u32 tokens) {
   constexpr int AT_ONCE = 4;
-  const int all = BLOCK_T * (work.boxes * 16);
+  const int all = HELD_TOKENS * (work.boxes * 16);
   for (int begin = threadIdx.x; begin < all; begin += AT_ONCE * WORKERS) {
     uint4 value[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int at = begin + i * WORKERS, column = at / BLOCK_T * 8, pair = at < all ? batch_pairs[at % BLOCK_T] : work.num_pairs;
+      const int at = begin + i * WORKERS, column = at / HELD_TOKENS * 8;
+      const int pair = at < all ? batch_pairs[at % HELD_TOKENS] : work.num_pairs;
       value[i] = make_uint4(0, 0, 0, 0);
       if (pair < work.num_pairs && column < work.depth)
         value[i] = __ldcg((const uint4*)(work.x + (i64)(pair / work.per_token) * work.x_stride + column));
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int at = begin + i * WORKERS, column = at / BLOCK_T * 8, token = at % BLOCK_T;
+      const int at = begin + i * WORKERS, column = at / HELD_TOKENS * 8, token = at % HELD_TOKENS;
       if (at >= all) break;
       const uint4 v = value[i];
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       tokens + column / 64 * X_BOX + token * ROW_BYTES + ((column / 8 % 8) ^ (token % 8)) * 16),
+                       tokens + column / 64 * HELD_BOX + token * ROW_BYTES + ((column / 8 % 8) ^ (token % 8)) * 16),
                    "r"(__byte_perm(v.x, v.y, 0x5410)), "r"(__byte_perm(v.x, v.y, 0x7632)),
                    "r"(__byte_perm(v.z, v.w, 0x5410)), "r"(__byte_perm(v.z, v.w, 0x7632)) : "memory");
     }
@@ -66,11 +138,16 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int batch_pairs[BLOCK_T];
   __shared__ int num_real;
+  __shared__ int near_experts[NEAR_BATCHES];
   const u32 base = (u32)__cvta_generic_to_shared(memory), stages = (base + 1023) & ~1023u;
   const u32 tokens = stages + STAGES * STAGE_BYTES;
-  float* const sums = (float*)(memory + (tokens - base) + work.boxes * (2 * X_BOX));
+  float* const sums = (float*)(memory + (tokens - base) + work.boxes * (2 * HELD_BOX));
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES;
   if (EARLY) let_kernel_after_start();
+  if (threadIdx.x == WORKERS) {
+    ask_for_map(weight);
+    if (STAGED) ask_for_map(scales);
+  }
   if (threadIdx.x == 0) {
     num_real = 0;
     for (int i = 0; i < STAGES; i++) {
@@ -84,9 +161,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
     wait_for_kernel_before();
     let_kernel_after_start();  // the kernel after this one may read the choice at once
   }
-  for (int i = threadIdx.x; i < work.num_batches; i += WORKERS + 32)
-    if ((u32)__ldcg(work.batch_expert + i) < (u32)work.experts) atomicMax(&num_real, i + 1);
+  for (int i = threadIdx.x; i < work.num_batches; i += WORKERS + 32) {
+    const int expert = __ldcg(work.batch_expert + i);
+    if (i < NEAR_BATCHES) near_experts[i] = expert;
+    if ((u32)expert < (u32)work.experts) atomicMax(&num_real, i + 1);
+  }
   __syncthreads();
+  const auto expert_of = [&](int batch) { return batch < NEAR_BATCHES ? near_experts[batch] : __ldcg(work.batch_expert + batch); };
   const int tiles = work.rows / ITEM_ROWS, steps = (work.boxes + SLICES - 1) / SLICES;
   const i64 items = (i64)num_real * tiles;
   const int first_item = items * blockIdx.x / gridDim.x, last_item = items * (blockIdx.x + 1) / gridDim.x;
@@ -98,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
     const u64 once = held_shorter();
     int filled = 0, batch = -1, expert = -1;
     for (int item = first_item; item < last_item; item++) {
-      if (item / tiles != batch) batch = item / tiles, expert = __ldcg(work.batch_expert + batch);
+      if (item / tiles != batch) batch = item / tiles, expert = expert_of(batch);
       if ((u32)expert >= (u32)work.experts) continue;
       const int row = expert * (HALVES * work.rows) + item % tiles * ITEM_ROWS;
       for (int step = 0; step < steps; step++) {
@@ -127,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
   for (int item = first_item; item < last_item; item++) {
     const int batch = item / tiles, tile = item % tiles;
     if (batch != gathered) {
-      expert = __ldcg(work.batch_expert + batch);
+      expert = expert_of(batch);
       if ((u32)expert >= (u32)work.experts) continue;
       gathered = batch;
       workers_meet();  // the last batch's tokens have been read
@@ -158,32 +239,34 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) coded_experts(
       }
       barrier_wait(full + 8 * slot, parity);
       if (box < work.boxes) {
+        if (STAGED)
 #pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          if (STAGED)
+          for (int half = 0; half < HALVES; half++)
             now[half].load_shared(from + CODE_BYTES + half * SCALE_BOX + 2 * (slice * 4 * ITEM_ROWS + first_row), ITEM_ROWS);
-          now[half].add_box(acc[half], 0, from + (half * SLICES + slice) * W_BOX + first_row * W_ROW_BYTES,
-                            tokens + 2 * box * X_BOX);
-        }
+        add_boxes(acc, now, from + slice * W_BOX + first_row * W_ROW_BYTES, SLICES * W_BOX, tokens + 2 * box * HELD_BOX);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 
-    // Sums of a slice lie as its threads have them: [slice, half, sum of a thread, row tile, lane].
+    // Sums of a slice lie as its threads have them: [slice, half, sum of a thread, row tile, lane]; of a lone token, by rows.
     float* const meet = sums + place * SUM_FLOATS;
     if (SUMS > 1) place ^= 1;
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
 #pragma unroll
-      for (int r = 0; r < REGS; r++)
-        meet[((slice * HALVES + half) * REGS + r) * (32 * ROW_TILES) + first_row * 2 + lane] = acc[half][0][r];
+      for (int r = 0; r < REGS; r++) {
+        if (SORTED)
+          meet[((slice * HALVES + half) * REGS + r) * (32 * ROW_TILES) + first_row * 2 + lane] = acc[half][0][r];
+        else if (r % 2 == 0 && r < 4 && lane % 4 == 0)
+          meet[(slice * HALVES + half) * OWNERS + first_row + lane / 4 + 4 * r] = acc[half][0][r];
+      }
     workers_meet();
     for (int at = threadIdx.x; at < OWNERS; at += WORKERS) {
       const int r = at / (32 * ROW_TILES), of_row = at % (32 * ROW_TILES) / 32, of_lane = at % 32;
-      const int pair = batch_pairs[r / 4 * 8 + of_lane % 4 * 2 + (r & 1)];
-      const int n = tile * ITEM_ROWS + 16 * of_row + of_lane / 4 + (r & 2) * 4;
+      const int pair = SORTED ? batch_pairs[r / 4 * 8 + of_lane % 4 * 2 + (r & 1)] : batch;
+      const int n = tile * ITEM_ROWS + (SORTED ? 16 * of_row + of_lane / 4 + (r & 2) * 4 : at);
       if (pair >= work.num_pairs) continue;
       float value[HALVES];
 #pragma unroll

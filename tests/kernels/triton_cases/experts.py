@@ -6,7 +6,14 @@ import numpy as np
 import torch
 
 from bough.config.model_facts import ClampedGate
-from bough.kernels.moe import Biases, Scoring, clamped_gate, reference as moe_reference, triton as moe
+from bough.kernels.moe import (
+    Biases,
+    Scoring,
+    clamped_gate,
+    grouping as laying,
+    reference as moe_reference,
+    triton as moe,
+)
 from bough.kernels.moe.grouping import group_tokens, round_rows, sum_parts
 from bough.kernels.packed_moe.unpacked import add_biases, clamped_rows
 from triton_cases.bed import FLOAT8, Bed, Cases, close, same_twice
@@ -92,18 +99,23 @@ def grouping_cases(bed: Bed) -> Cases:
     shapes = [(1, 128, 8, 2048, 64), (4000, 128, 8, 2048, 256), (600, 6, 2, 1000, 128)] if bed.large else [
         (37, 5, 2, 48, 64), (150, 7, 3, 40, 128), (1, 4, 2, 64, 256),
     ]  # fmt: skip
-    for shape, fp8 in bed.cover(shapes, (False, True)):
-        yield f"grouping {shape} fp8 {fp8}", partial(_grouping, bed, shape, fp8)
+    for shape, fp8, limit in bed.cover(shapes, (False, True), (4096, 4096, 16)):
+        yield f"grouping {shape} fp8 {fp8} one launch up to {limit}", partial(_grouping, bed, shape, fp8, limit)
 
 
-def _grouping(bed: Bed, shape: tuple[int, int, int, int, int], fp8: bool) -> None:
+def _grouping(bed: Bed, shape: tuple[int, int, int, int, int], fp8: bool, limit: int) -> None:
     """Every pair has a row of its own, in a tile of its expert, which holds its token."""
     tokens, experts, per_token, width, height = shape
     x = bed.normal(tokens, width).to(FLOAT8).to(torch.bfloat16)  # exact in e4m3, with a scale of 1
     x[:, 0] = 448
     ids = torch.rand(tokens, experts, device=bed.device).topk(per_token, 1).indices.to(torch.int32)
     ids[tokens // 2, 0] = bed.rng.choice((-1, experts))
-    grouping, rows, scales = group_tokens(x, ids, experts, height, fp8=fp8)
+    before = laying.MOST_AT_ONCE
+    try:
+        laying.MOST_AT_ONCE = limit
+        grouping, rows, scales = group_tokens(x, ids, experts, height, fp8=fp8)
+    finally:
+        laying.MOST_AT_ONCE = before
     tiles = grouping.tiles[: int(grouping.num_tiles)].tolist()
     assert len(tiles) <= len(grouping.tiles)
     owner = torch.full((grouping.num_rows,), -1, device=bed.device)
