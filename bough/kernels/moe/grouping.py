@@ -20,8 +20,9 @@ ALIGN = 64
 """Experts' rows begin at multiples of it."""
 _ALIGN = tl.constexpr(ALIGN)
 _E4M3_MAX = tl.constexpr(448.0)
-MOST_AT_ONCE = 4096
-"""Pairs that one launch lays out."""
+MOST_AT_ONCE = 2048
+"""Pairs that one launch lays out: each of its programs counts all of them, in place of launches that zero, count and list.
+Those and the copy took 14 us on an H200 with 1,600 pairs of 66 experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def grouping_cases(bed: Bed) -> Cases:
     shapes = [(1, 128, 8, 2048, 64), (4000, 128, 8, 2048, 256), (600, 6, 2, 1000, 128)] if bed.large else [
         (37, 5, 2, 48, 64), (150, 7, 3, 40, 128), (1, 4, 2, 64, 256),
     ]  # fmt: skip
-    for shape, fp8, limit in bed.cover(shapes, (False, True), (4096, 4096, 16)):
+    for shape, fp8, limit in bed.cover(shapes, (False, True), (2048, 2048, 16)):
         yield f"grouping {shape} fp8 {fp8} one launch up to {limit}", partial(_grouping, bed, shape, fp8, limit)
 
 
