@@ -122,7 +122,8 @@ def test_rounded_tokens_agree_with_the_library() -> None:
 
 
 SHAPES = [("float8 blocks", 8, 2, 512, 256), ("float8 rows", 8, 2, 512, 128), ("int4 groups", 8, 3, 512, 256),
-          ("float4 groups", 8, 2, 576, 320)]  # fmt: skip
+          ("float4 groups", 8, 2, 576, 320), ("float4 groups", 8, 4, 1152, 480),
+          ("float8 blocks", 8, 2, 512, 768)]  # fmt: skip
 
 
 def experts_of(
