@@ -63,7 +63,7 @@ def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[st
     out = packed.packed_linear(tokens_of(count), weight)
     (launch,) = launched
     _, cut, block_t, form = launch["how"]
-    x_map, weight_map, scales, _, to, *_, tokens, _, per_chunk, total, k_steps, _ = launch["arguments"]
+    x_map, weight_map, _, _, scales, _, to, *_, tokens, _, per_chunk, total, k_steps, _ = launch["arguments"]
     assert (x_map[1], weight_map[1:]) == (block_t, (cut.block_n, None if "float8" in kind else 64))
     assert block_t >= tokens == count
     assert (512 // cut.block_n * k_steps, k_steps * cut.block_k) == (total, 2048)
@@ -95,7 +95,7 @@ def test_rounded_tokens_have_one_term(
     _, cut, block_t, _ = launch["how"]
     assert cut.terms == 1
     assert block_t >= count
-    assert launch["arguments"][2] is scales
+    assert launch["arguments"][4] is scales
 
 
 @pytest.mark.parametrize("why", ["type", "bias", "rows", "depth", "tokens", "strides"])

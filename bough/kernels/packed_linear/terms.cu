@@ -11,10 +11,14 @@
 //
 // Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, TERMS
 // (2: x is bf16; 1: x is e4m3 and has a scale for each token, and sums are left to the tensor cores), SPLITTERS (warps that
-// split). Of the weight, as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES, ZEROS.
+// split), CLUSTER (above 1: blocks that share a tile's columns; their sums meet in shared memory, and no chunks are cut), WIDE
+// (whether boxes of 4-bit codes have 256 columns), FETCHED (whether their scales and zero points come through the copy engine,
+// with the stage), OVERLAPPED (whether a box of them is multiplied while the sums of the one before are scaled). Of the weight,
+// as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES, ZEROS.
 
 #include "hopper.cuh"
 #include "codes.cuh"
+#include "cluster_sums.cuh"
 
 static_assert(KIND == FLOAT8 || KIND == INT4, "what is multiplied here");
 static_assert(TERMS == 2 || (KIND == FLOAT8 && GROUP == 0), "what is multiplied with rounded tokens");
@@ -24,13 +28,21 @@ constexpr int SUMS = N / 2;                     // of them, in a thread
 constexpr int VALUES = BLOCK_T / 2;             // of a thread
 constexpr int BLOCK_N = 64 * GROUPS;
 constexpr int BOXES = BLOCK_K / 128;            // of the weight, and of terms
-constexpr int W_BOX = BLOCK_N * W_ROW_BYTES;
+constexpr int W_LINE = WIDE ? 128 : W_ROW_BYTES;  // of a row in a box of the weight
+constexpr int W_BOX = BLOCK_N * W_LINE;
+constexpr int W_BOX_COLUMNS = WIDE ? 256 : 128;
+constexpr int W_BYTES = BLOCK_K / W_BOX_COLUMNS * W_BOX;
 constexpr int T_BOX = N * 128;                  // of terms; of bf16 values too, in two boxes of 64 columns
-constexpr int STAGE_BYTES = BOXES * (W_BOX + T_BOX);
+constexpr int STAGE_BYTES = W_BYTES + BOXES * T_BOX;
+constexpr int SCALE_BYTES = FETCHED ? BOXES * BLOCK_N * 2 : 0;  // of a stage, behind all stages
+constexpr int ZERO_BYTES = FETCHED && ZEROS ? BOXES * BLOCK_N : 0;
+constexpr int BESIDES_BYTES = SCALE_BYTES + ZERO_BYTES;
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int SPLIT = TERMS == 2 ? SPLITTERS : 0;
 constexpr int BLOCKS = TERMS == 2 ? BLOCK_K / 256 : 1;  // of 256 columns, which have one scale
 constexpr int AT_ONCE = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
+static_assert(!WIDE || KIND == INT4, "boxes of others have 128 columns");
+static_assert(!FETCHED || (KIND == INT4 && GROUP == 128 && SCALES > 0 && SCALE_ROWS == 1), "scales that are fetched");
 constexpr bool AHEAD = BLOCK_T <= 16;           // codes of 4 bits are expanded while those before are multiplied
 constexpr float LOW_TERM = 1.0f / 16.0f;
 
@@ -38,7 +50,8 @@ constexpr float LOW_TERM = 1.0f / 16.0f;
 #define F16(o) F4(o), F4(o + 4), F4(o + 8), F4(o + 12)
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define D32 D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define D48 D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define D64 D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FROM_SHARED(shape, sums, a, b, p, ...)                                                \
@@ -56,6 +69,9 @@ INLINE void multiply_rows(float (&d)[SUMS], u64 left, u64 right, int keep) {
 #if TERMS * BLOCK_T >= 32
   if constexpr (N == 32) FROM_SHARED("m64n32k32", D16, "%16", "%17", "%18", F16(0));
 #endif
+#if TERMS * BLOCK_T >= 48
+  if constexpr (N == 48) FROM_SHARED("m64n48k32", D24, "%24", "%25", "%26", F16(0), F4(16), F4(20));
+#endif
 #if TERMS * BLOCK_T >= 64
   if constexpr (N == 64) FROM_SHARED("m64n64k32", D32, "%32", "%33", "%34", F16(0), F16(16));
 #endif
@@ -71,6 +87,10 @@ INLINE void multiply_rows(float (&d)[SUMS], const u32 (&left)[4], u64 right, int
   if constexpr (N == 16) FROM_REGISTERS("m64n16k32", D8, "%8, %9, %10, %11", "%12", "%13", F4(0), F4(4));
 #if BLOCK_T >= 16
   if constexpr (N == 32) FROM_REGISTERS("m64n32k32", D16, "%16, %17, %18, %19", "%20", "%21", F16(0));
+#endif
+#if BLOCK_T >= 24
+  if constexpr (N == 48)
+    FROM_REGISTERS("m64n48k32", D24, "%24, %25, %26, %27", "%28", "%29", F16(0), F4(16), F4(20));
 #endif
 #if BLOCK_T >= 32
   if constexpr (N == 64) FROM_REGISTERS("m64n64k32", D32, "%32, %33, %34, %35", "%36", "%37", F16(0), F16(16));
@@ -116,6 +136,22 @@ INLINE void split_two(u32 two, u32 factor, u16& upper, u16& lower, float& sum) {
       "cvt.rn.satfinite.e4m3x2.f16x2 %1, b;\n}"
       : "=&h"(upper), "=h"(lower) : "f"(even), "f"(odd), "r"(0x4c004c00u));
 }
+
+#if FETCHED
+INLINE float fetched_scale(u32 at) {
+  u16 bits;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(at));
+  if (SCALES == 1) return __uint_as_float((u32)bits << 16);
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+INLINE u32 shared_byte(u32 at) {
+  u32 out;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(out) : "r"(at));
+  return out;
+}
+#endif
 
 INLINE u32 pair(u16 first, u16 second) { return (u32)first | (u32)second << 16; }
 
@@ -163,8 +199,13 @@ INLINE void split_token(u32 boxes, int token, float* scale, float* sums) {
   if (lane == 0) scale[token] = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float((exponent - 7u) << 23);
 }
 
-extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
-    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const float* x_scales, const u16* bias,
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales_map,
+    const __grid_constant__ TensorMap zeros_map, const float* x_scales, const u16* bias,
     u16* out, float* partial, int* counters, int T, int out_stride, int per_chunk, int total, int k_steps,
     const __grid_constant__ Coded coded) {
   extern __shared__ unsigned char memory[];
@@ -183,8 +224,13 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  const int chunk = blockIdx.x, start = chunk * per_chunk, depth = k_steps * BLOCK_K;
-  const int steps = min(per_chunk, total - start);
+  const int chunk = blockIdx.x, depth = k_steps * BLOCK_K;
+#if CLUSTER > 1
+  const int part = rank_in_cluster(), start = chunk / CLUSTER * k_steps + k_steps * part / CLUSTER;
+  const int steps = k_steps * (part + 1) / CLUSTER - k_steps * part / CLUSTER;
+#else
+  const int start = chunk * per_chunk, steps = min(per_chunk, total - start);
+#endif
   int tile = start / k_steps, k = (start - tile * k_steps) * BLOCK_K;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -193,13 +239,18 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     const u64 once = held_shorter(), often = held_longer();
     auto ask_weight = [&](int slot) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-      barrier_expect(barrier, STAGE_BYTES);
+      barrier_expect(barrier, STAGE_BYTES + BESIDES_BYTES);
 #pragma unroll
-      for (int box = 0; box < BOXES; box++)
-        fetch_held(to + box * W_BOX, weight, (k + 128 * box) / (HALF_BYTES ? 2 : 1), tile * BLOCK_N, barrier, once);
+      for (int box = 0; box < BLOCK_K / W_BOX_COLUMNS; box++)
+        fetch_held(to + box * W_BOX, weight, (k + W_BOX_COLUMNS * box) / (HALF_BYTES ? 2 : 1), tile * BLOCK_N, barrier, once);
+#if FETCHED
+      const u32 besides = stages + STAGES * STAGE_BYTES + slot * BESIDES_BYTES;
+      fetch_held(besides, scales_map, tile * BLOCK_N, k / 128, barrier, once);
+      if (ZEROS) fetch_held(besides + SCALE_BYTES, zeros_map, tile * BLOCK_N, k / 128, barrier, once);
+#endif
     };
     auto ask_x = [&](int slot, int column) {
-      const u32 to = stages + slot * STAGE_BYTES + BOXES * W_BOX;
+      const u32 to = stages + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
       for (int box = 0; box < TERMS * BOXES; box++)
         fetch_held(to + box * (BLOCK_T * 128), x, column + 128 / TERMS * box, 0, full + 8 * slot, often);
@@ -234,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
   if (warp >= 4 * GROUPS) {
     for (int i = 0; i < steps; i++) {
       barrier_wait(full + 8 * slot, parity);
-      const u32 tokens = stages + slot * STAGE_BYTES + BOXES * W_BOX;
+      const u32 tokens = stages + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll 2
       for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += SPLIT) {
         const int block = each % BLOCKS;
@@ -252,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 
   const int own_row = warp * 16 + lane / 4;
   int k_step = k / BLOCK_K;
-#if GROUP || KIND == INT4
+#if (GROUP || KIND == INT4) && !FETCHED
   // Scales and zero points of a step's boxes and a thread's two rows.
   float coming_scales[BOXES][2], coming_zeros[BOXES][2];
   auto load = [&](int at_tile, int step) {
@@ -271,10 +322,12 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #if KIND == INT4
   // A thread has 16 bytes of each of its rows of a box. Byte j of 64 columns has column j in its low half, j + 32 in its high
   // half: thread q of four has bytes 16 q .. 16 q + 15, and gives four of them, both halves, to a step of the tensor cores.
-  auto codes_of = [&](u32 (&codes)[4][4], u32 box) {
+  auto codes_of = [&](u32 (&codes)[4][4], u32 from, int box) {
+    const u32 at = from + (WIDE ? box / 2 : box) * W_BOX;
+    const int chunk = WIDE ? (box % 2 * 4 + lane % 4) ^ (lane / 4) : lane % 4;
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
-      const uint4 bytes = shared_16(box + (own_row + 8 * lower) * W_ROW_BYTES + lane % 4 * 16);
+      const uint4 bytes = shared_16(at + (own_row + 8 * lower) * W_LINE + chunk * 16);
       const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
       for (int part = 0; part < 4; part++) {
@@ -292,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #pragma unroll
     for (int r = 0; r < VALUES; r++) value[r] = 0.0f;
     for (int i = 0; i < here; i++) {
-#if GROUP || KIND == INT4
+#if (GROUP || KIND == INT4) && !FETCHED
       float scales[BOXES][2], zeros[BOXES][2];
 #pragma unroll
       for (int box = 0; box < BOXES; box++)
@@ -303,34 +356,19 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       if (done + i + 1 < steps) load(tile + wraps, wraps ? 0 : k_step + i + 1);
 #endif
       barrier_wait(split + 8 * slot, parity);
-      const u32 from = stages + slot * STAGE_BYTES, tokens = from + BOXES * W_BOX;
+      const u32 from = stages + slot * STAGE_BYTES, tokens = from + W_BYTES;
       barrier_wait(full + 8 * slot, parity);  // is over; it lets these threads see what the copy engine wrote
-#if KIND == INT4
-      u32 codes[2][4][4];
-#endif
+      // Adds what the tensor cores have of a box, or two.
+      auto add = [&](float (&acc)[SUMS], int box) {
+#if FETCHED
+        float scales[BOXES][2], zeros[BOXES][2];  // of this box only
 #pragma unroll
-      for (int box = 0; box < BOXES; box += AT_ONCE) {
-        float acc[SUMS];
-#if KIND == INT4
-        if (box == 0 || !AHEAD) codes_of(codes[box % 2], from + box * W_BOX);
+        for (int lower = 0; lower < 2; lower++) {
+          const u32 besides = stages + STAGES * STAGE_BYTES + slot * BESIDES_BYTES, at = box * BLOCK_N + own_row + 8 * lower;
+          scales[box][lower] = fetched_scale(besides + 2 * at);
+          zeros[box][lower] = ZEROS ? (float)shared_byte(besides + SCALE_BYTES + at) : 8.0f;
+        }
 #endif
-        products_begin();
-#pragma unroll
-        for (int each = 0; each < AT_ONCE; each++)
-#pragma unroll
-          for (int part = 0; part < 4; part++) {
-            const u64 right = operand(tokens + (box + each) * T_BOX) + 2 * part;
-#if KIND == INT4
-            multiply_rows(acc, codes[box % 2][part], right, part);
-#else
-            multiply_rows(acc, operand(from + (box + each) * W_BOX + warp / 4 * 64 * 128) + 2 * part, right, each | part);
-#endif
-          }
-        products_commit();
-#if KIND == INT4
-        if (AHEAD && box + 1 < BOXES) codes_of(codes[(box + 1) % 2], from + (box + 1) * W_BOX);
-#endif
-        products_wait<0>();
 #pragma unroll
         for (int r = 0; r < SUMS; r++) asm volatile("" : "+f"(acc[r]));  // none is read before the wait
 #pragma unroll
@@ -346,7 +384,53 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
           value[r] += both_terms * scale;
 #endif
         }
+      };
+#if KIND == INT4
+      u32 codes[2][4][4];
+#endif
+#if OVERLAPPED
+      float acc[2][SUMS];
+      codes_of(codes[0], from, 0);
+#pragma unroll
+      for (int box = 0; box < BOXES; box++) {
+        products_begin();
+#pragma unroll
+        for (int part = 0; part < 4; part++)
+          multiply_rows(acc[box % 2], codes[box % 2][part], operand(tokens + box * T_BOX) + 2 * part, part);
+        products_commit();
+        if (box > 0) products_wait<1>();
+        if (box + 1 < BOXES) codes_of(codes[(box + 1) % 2], from, box + 1);
+        if (box > 0) add(acc[(box + 1) % 2], box - 1);
       }
+      products_wait<0>();
+      add(acc[(BOXES - 1) % 2], BOXES - 1);
+#else
+#pragma unroll
+      for (int box = 0; box < BOXES; box += AT_ONCE) {
+        float acc[SUMS];
+#if KIND == INT4
+        if (box == 0 || !AHEAD) codes_of(codes[box % 2], from, box);
+#endif
+        products_begin();
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; each++)
+#pragma unroll
+          for (int part = 0; part < 4; part++) {
+            const u64 right = operand(tokens + (box + each) * T_BOX) + 2 * part;
+#if KIND == INT4
+            multiply_rows(acc, codes[box % 2][part], right, part);
+#else
+            multiply_rows(acc, operand(from + (box + each) * W_BOX + warp / 4 * 64 * 128) + 2 * part, right, each | part);
+#endif
+          }
+        products_commit();
+#if KIND == INT4
+        if (AHEAD && box + 1 < BOXES) codes_of(codes[(box + 1) % 2], from, box + 1);
+#endif
+        products_wait<0>();
+        add(acc, box);
+      }
+#endif
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -362,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #pragma unroll
         for (int part = 0; part < 4; part++)
           multiply_rows(value, operand(from + box * W_BOX + warp / 4 * 64 * 128) + 2 * part,
-                        operand(from + BOXES * W_BOX + box * T_BOX) + 2 * part, i | box | part);
+                        operand(from + W_BYTES + box * T_BOX) + 2 * part, i | box | part);
       products_commit();
       products_wait<1>();
       if (i > 0 && lane == 0) barrier_arrive(empty + 8 * before);
@@ -374,6 +458,27 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #endif
     done += here;
 
+    const int row = tile * BLOCK_N + own_row;
+    const float last_scales[2] = {coded.last_scale(row), coded.last_scale(row + 8)};
+    auto write = [&](int eight, int r, float sum) {
+      const int token = eight * 8 + lane % 4 * 2 + (r & 1), n = row + (r & 2) * 4;
+      if (token >= T) return;
+      float result = sum * last_scales[r / 2 % 2];
+      if (TERMS == 1) result *= __ldcg(x_scales + token);
+      if (bias) result += __uint_as_float((u32)bias[n] << 16);
+      out[(u64)token * out_stride + n] = narrow(result);
+    };
+#if CLUSTER > 1
+    using Sums = ClusterSums<BLOCK_T / 8, WORKERS, CLUSTER>;
+    static_assert(Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the place of stages");
+    Sums::exchange(stages, value);
+    for (int mine = 0; mine < Sums::MINE; mine++) {
+      const int eight = part * Sums::MINE + mine;
+      if (eight >= BLOCK_T / 8) break;
+      const float4 sum = Sums::sum(stages, mine);
+      write(eight, 0, sum.x), write(eight, 1, sum.y), write(eight, 2, sum.z), write(eight, 3, sum.w);
+    }
+#else
     const int first = tile * k_steps / per_chunk, last = (tile * k_steps + k_steps - 1) / per_chunk;
     if (first != last) {
       float* mine = partial + (u64)(2 * chunk + (chunk == first)) * (BLOCK_N * BLOCK_T) + threadIdx.x;
@@ -394,16 +499,8 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
         for (int r = 0; r < VALUES; r++) value[r] += __ldcg(theirs + r * WORKERS);
       }
     }
-    const int row = tile * BLOCK_N + own_row;
-    const float last_scales[2] = {coded.last_scale(row), coded.last_scale(row + 8)};
 #pragma unroll
-    for (int r = 0; r < VALUES; r++) {
-      const int token = r / 4 * 8 + lane % 4 * 2 + (r & 1), n = row + (r & 2) * 4;
-      if (token >= T) continue;
-      float result = value[r] * last_scales[r / 2 % 2];
-      if (TERMS == 1) result *= __ldcg(x_scales + token);
-      if (bias) result += __uint_as_float((u32)bias[n] << 16);
-      out[(u64)token * out_stride + n] = narrow(result);
-    }
+    for (int r = 0; r < VALUES; r++) write(r / 4, r % 4, value[r]);
+#endif
   }
 }

@@ -48,6 +48,14 @@ class TermsCut:
     splitters: int = 3
     """Warps that split tokens: with the one that feeds the ring a warpgroup, or two. None if tokens come rounded."""
     most_stages: int = 8
+    cluster: int = 1
+    """Blocks that share a tile's columns, if above 1: their sums meet in shared memory. Tiles must not outnumber clusters."""
+    wide: bool = False
+    """Boxes of 4-bit codes have 256 columns."""
+    fetched: bool = False
+    """Scales and zero points of 4-bit codes come through the copy engine."""
+    overlapped: bool = False
+    """4-bit codes are multiplied while sums of others are scaled."""
 
     @property
     def block_n(self) -> int:
@@ -63,7 +71,17 @@ class TermsCut:
     def stages(self, block_t: int, form: CodeForm) -> int:
         """As many as there is room for."""
         room = _SHARED_BYTES // self.programs_per_sm - _BESIDES
-        return min(self.most_stages, room // self.stage_bytes(block_t, form))
+        return min(self.most_stages, room // (self.stage_bytes(block_t, form) + self.besides_bytes(form)))
+
+    def besides_bytes(self, form: CodeForm) -> int:
+        """What scales and zero points take of a stage."""
+        return self.block_k // 128 * self.block_n * (3 if form.has_zeros else 2) if self.fetched else 0
+
+    def takes(self, rows: int, depth: int, form: CodeForm) -> bool:
+        """Whether a weight has whole tiles, and scales that can be fetched."""
+        if rows % self.block_n or depth % self.block_k or depth // self.block_k < self.cluster:
+            return False
+        return not self.fetched or (form.group > 0 and form.scale_type > 0 and form.scale_rows == 1)
 
 
 CUTS: Final[dict[str, dict[int, tuple[TermsCut, ...]]]] = {
@@ -110,7 +128,8 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
     """The kernel's machine code. Needs no device."""
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t, form),
-        "TERMS": cut.terms, "SPLITTERS": cut.splitters, **form.defines(),
+        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "CLUSTER": cut.cluster, "WIDE": int(cut.wide),
+        "FETCHED": int(cut.fetched), "OVERLAPPED": int(cut.overlapped), **form.defines(),
     }  # fmt: skip
     return cached_cubin(_SOURCE, "sm_90a", defines)
 
@@ -118,7 +137,7 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
 @cache
 def _kernel(device: torch.device, cut: TermsCut, block_t: int, form: CodeForm) -> CudaKernel:
     threads = 128 * cut.groups + 32 * cut.splitters + 32
-    room = cut.stages(block_t, form) * cut.stage_bytes(block_t, form) + 1024
+    room = cut.stages(block_t, form) * (cut.stage_bytes(block_t, form) + cut.besides_bytes(form)) + 1024
     return CudaKernel(cubin(cut, block_t, form), "terms", device, threads=threads, shared_bytes=room)
 
 
@@ -141,12 +160,15 @@ def rounded_cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out
 def _fitting(cuts: tuple[TermsCut, ...], weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
     if out_TO.dtype != torch.bfloat16 or (bias_O is not None and bias_O.dtype != torch.bfloat16):
         return None
-    if form_of(weight) is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
+    form = form_of(weight)
+    if form is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
         return None
-    for cut in cuts:
-        if weight.num_rows % cut.block_n == weight.cols % cut.block_k == 0:
-            return cut
-    return None
+    return next((cut for cut in cuts if cut.takes(weight.num_rows, weight.cols, form)), None)
+
+
+def block_of(tokens: int) -> int:
+    """Tokens of a block, each of two terms, for so many."""
+    return cdiv(tokens, 8) * 8 if tokens <= 32 else power_of_two(tokens)
 
 
 def multiply_terms(
@@ -163,15 +185,25 @@ def multiply_terms(
     device, rows = x_TD.device, weight.num_rows
     form = form_of(weight)
     assert form is not None
-    block_t = power_of_two(tokens, 8) if scale_T is None else max(64, cdiv(tokens, 32) * 32)
+    block_t = block_of(tokens) if scale_T is None else max(64, cdiv(tokens, 32) * 32)
     k_steps, tiles = depth // cut.block_k, rows // cut.block_n
     total = tiles * k_steps
-    per_chunk = cdiv(total, num_sms(device) * cut.programs_per_sm)
-    programs = cdiv(total, per_chunk)
-    partial, counters = SCRATCH.get(device, 2 * programs * cut.block_n * block_t, tiles)
-    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES else None
+    if cut.cluster > 1:
+        per_chunk, programs = k_steps, tiles * cut.cluster
+        partial = counters = None
+    else:
+        per_chunk = cdiv(total, num_sms(device) * cut.programs_per_sm)
+        programs = cdiv(total, per_chunk)
+        partial, counters = SCRATCH.get(device, 2 * programs * cut.block_n * block_t, tiles)
+    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES and not cut.wide else None
+    codes = tensor_map(weight.codes, cut.block_n, width)
+    scales = zeros = codes  # stand in
+    if cut.fetched:
+        boxes = cut.block_k // 128
+        scales = tensor_map(weight.scales, boxes, cut.block_n)
+        zeros = scales if weight.zeros is None else tensor_map(weight.zeros, boxes, cut.block_n)
     arguments = (
-        tensor_map(x_TD, block_t), tensor_map(weight.codes, cut.block_n, width), scale_T, bias_O, out_TO, partial, counters,
+        tensor_map(x_TD, block_t), codes, scales, zeros, scale_T, bias_O, out_TO, partial, counters,
         tokens, out_TO.stride(0), per_chunk, total, k_steps, besides_codes(weight),
     )  # fmt: skip
     _kernel(device, cut, block_t, form).launch(programs, arguments, current_stream(device))

@@ -23,7 +23,7 @@ from bough.kernels.choices import facts_of
 from bough.kernels.launching import cdiv, num_sms, pdl_options, power_of_two, trigger, wait
 from bough.kernels.linear.skinny import SCRATCH, sum_partials
 from bough.kernels.moe.grouping import round_rows
-from bough.kernels.packed_linear import gguf_triton, hopper, reference, terms
+from bough.kernels.packed_linear import gguf_triton, hopper, reference, rounded, terms
 from bough.kernels.packed_linear.codes import CODE_BITS, CodeKind, Codes, activation_order, in_order, out_of_order
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, dequantise_rows, last_scale, lay_out
 from bough.kernels.packed_linear.gguf_parts import take_apart
@@ -181,10 +181,10 @@ def packed_linear(
         x_TD = in_order(x_TD, weight.order)
     if isinstance(weight.handle, DeviceBlocks):
         return _linear_of_blocks(x_TD, weight, bias_O, out)
-    rounded = not exact and _rounds(x_TD, weight)
-    if x_TD.shape[0] <= (_FEW_ROUNDED if rounded else FEW_TOKENS):
+    rounds = not exact and _rounds(x_TD, weight)
+    if x_TD.shape[0] <= (_FEW_ROUNDED if rounds else FEW_TOKENS):
         return multiply(x_TD, weight.handle, bias_O, x_TD.new_empty(len(x_TD), weight.rows) if out is None else out)
-    if rounded:
+    if rounds:
         result = _multiply_rounded(x_TD, weight.handle, bias_O)
     else:
         dense = x_TD.new_empty(weight.rows, x_TD.shape[1])
@@ -269,6 +269,10 @@ def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) 
     to the tensor cores, whose 14 bits lose far less than the rounding did."""
     x, scale_T = round_rows(x_TD.contiguous())
     made = x_TD.new_empty(len(x), weight.num_rows)
+    shared = rounded.cut_for(len(x), weight, bias_O, made)
+    if shared is not None:
+        rounded.multiply_rounded(x, scale_T, weight, bias_O, made, shared)
+        return made
     cut = terms.rounded_cut_for(len(x), weight, bias_O, made)
     if cut is not None:
         terms.multiply_terms(x, weight, bias_O, made, cut, scale_T)
