@@ -11,7 +11,7 @@
 //
 // Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, TERMS
 // (2: x is bf16; 1: x is e4m3 and has a scale for each token, and sums are left to the tensor cores), SPLITTERS (warps that
-// split), CLUSTER (above 1: blocks that share a tile's columns; their sums meet in shared memory, and no chunks are cut), WIDE
+// split), AT_ONCE (tokens that such a warp splits together), CLUSTER (above 1: blocks that share a tile's columns; their sums meet in shared memory, and no chunks are cut), WIDE
 // (whether boxes of 4-bit codes have 256 columns), FETCHED (whether their scales and zero points come through the copy engine,
 // with the stage), OVERLAPPED (whether a box of them is multiplied while the sums of the one before are scaled). Of the weight,
 // as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES, ZEROS.
@@ -40,7 +40,9 @@ constexpr int BESIDES_BYTES = SCALE_BYTES + ZERO_BYTES;
 constexpr int WORKERS = 128 * GROUPS;
 constexpr int SPLIT = TERMS == 2 ? SPLITTERS : 0;
 constexpr int BLOCKS = TERMS == 2 ? BLOCK_K / 256 : 1;  // of 256 columns, which have one scale
-constexpr int AT_ONCE = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
+constexpr int ADDED = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
+constexpr int EACH = SPLIT ? (BLOCKS * BLOCK_T + SPLIT - 1) / SPLIT : 1;
+constexpr int TOGETHER = AT_ONCE < EACH ? AT_ONCE : EACH;
 static_assert(!WIDE || KIND == INT4, "boxes of others have 128 columns");
 static_assert(!FETCHED || (KIND == INT4 && GROUP == 128 && SCALES > 0 && SCALE_ROWS == 1), "scales that are fetched");
 constexpr bool AHEAD = BLOCK_T <= 16;           // codes of 4 bits are expanded while those before are multiplied
@@ -155,48 +157,75 @@ INLINE u32 shared_byte(u32 at) {
 
 INLINE u32 pair(u16 first, u16 second) { return (u32)first | (u32)second << 16; }
 
-// One warp: 256 columns of a token, from bf16 to terms. `boxes`: of these columns. Where its values lie in four boxes of 64
-// columns, its terms come to lie in two boxes of 128: the upper ones as row `token`, the lower ones as row BLOCK_T + `token`.
-INLINE void split_token(u32 boxes, int token, float* scale, float* sums) {
-  const int lane = threadIdx.x % 32, turn = token % 8;
-  const uint4 values = shared_16(boxes + lane / 8 * (BLOCK_T * 128) + token * 128 + (lane % 8 ^ turn) * 16);
-  constexpr u32 SIGNLESS = 0x7fff7fffu;
-  u32 most;
-  asm("{\n.reg .b32 a, b;\nmax.u16x2 a, %1, %2;\nmax.u16x2 b, %3, %4;\nmax.u16x2 %0, a, b;\n}"
-      : "=r"(most) : "r"(values.x & SIGNLESS), "r"(values.y & SIGNLESS), "r"(values.z & SIGNLESS), "r"(values.w & SIGNLESS));
-  most = max(most >> 16, most & 0xffffu);
-  asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most));
-  // The largest becomes 128 .. 256. Below 2^-119 all are as good as zero; what is not finite makes the token's results so.
-  const u32 exponent = max(most >> 7, 8u);
-  const u32 factor = (261u - exponent) << 7;
-  u16 upper[4], lower[4];
-  float sum = 0.0f;
-  split_two(values.x, factor | factor << 16, upper[0], lower[0], sum);
-  split_two(values.y, factor | factor << 16, upper[1], lower[1], sum);
-  split_two(values.z, factor | factor << 16, upper[2], lower[2], sum);
-  split_two(values.w, factor | factor << 16, upper[3], lower[3], sum);
-  const int own = lane % 16;
-  const u32 to = boxes + lane / 16 * T_BOX + token * 128;
-  __syncwarp();
+// One warp: 256 columns of COUNT tokens, from bf16 to terms, of `first`, `first` + SPLIT and so on; those from `end` on are not
+// there. Numbers run over blocks of 256 columns, then over tokens. Where a token's values lie in four boxes of 64 columns, its
+// terms come to lie in two boxes of 128: the upper ones as row `token`, the lower ones as row BLOCK_T + `token`.
+template <int COUNT> INLINE void split_tokens(u32 stage_tokens, int first, int end, Tokens& facts) {
+  const int lane = threadIdx.x % 32, own = lane % 16;
+  uint4 values[COUNT];
+  u32 most[COUNT], exponent[COUNT];
+  float sum[COUNT];
+  u16 upper[COUNT][4], lower[COUNT][4];
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const int each = first + i * SPLIT, block = each % BLOCKS, token = each / BLOCKS;
+    values[i] = {};
+    if (each < end)
+      values[i] = shared_16(stage_tokens + 2 * block * T_BOX + lane / 8 * (BLOCK_T * 128) + token * 128 +
+                            (lane % 8 ^ token % 8) * 16);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    constexpr u32 SIGNLESS = 0x7fff7fffu;
+    asm("{\n.reg .b32 a, b;\nmax.u16x2 a, %1, %2;\nmax.u16x2 b, %3, %4;\nmax.u16x2 %0, a, b;\n}"
+        : "=r"(most[i])
+        : "r"(values[i].x & SIGNLESS), "r"(values[i].y & SIGNLESS), "r"(values[i].z & SIGNLESS), "r"(values[i].w & SIGNLESS));
+    most[i] = max(most[i] >> 16, most[i] & 0xffffu);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(most[i]));
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    // The largest becomes 128 .. 256. Below 2^-119 all are as good as zero; what is not finite makes the token's results so.
+    exponent[i] = max(most[i] >> 7, 8u);
+    const u32 factor = (261u - exponent[i]) << 7;
+    sum[i] = 0.0f;
+    split_two(values[i].x, factor | factor << 16, upper[i][0], lower[i][0], sum[i]);
+    split_two(values[i].y, factor | factor << 16, upper[i][1], lower[i][1], sum[i]);
+    split_two(values[i].z, factor | factor << 16, upper[i][2], lower[i][2], sum[i]);
+    split_two(values[i].w, factor | factor << 16, upper[i][3], lower[i][3], sum[i]);
+  }
   if (KIND == INT4) {
 #pragma unroll
-    for (int width = 8; width > 0; width /= 2) sum += __shfl_xor_sync(~0u, sum, width);
-    // Columns in the order in which the threads that multiply have a weight's codes: see `codes_of`.
-    const int q = own / 8 * 2 + own / 2 % 2;
+    for (int width = 8; width > 0; width /= 2)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int chunk = 2 * (lane % 2 * 2 + i) + own / 4 % 2;
-      const u32 place = to + (chunk ^ turn) * 16 + 4 * q;
-      shared_store(place, pair(upper[2 * i], upper[2 * i + 1]));
-      shared_store(place + BLOCK_T * 128, pair(lower[2 * i], lower[2 * i + 1]));
-    }
-    if (own == 0) sums[lane / 16 * BLOCK_T + token] = sum;
-  } else {
-    const u32 place = to + (own / 2 ^ turn) * 16 + own % 2 * 8;
-    shared_store(place, pair(upper[0], upper[1]), pair(upper[2], upper[3]));
-    shared_store(place + BLOCK_T * 128, pair(lower[0], lower[1]), pair(lower[2], lower[3]));
+      for (int i = 0; i < COUNT; i++) sum[i] += __shfl_xor_sync(~0u, sum[i], width);
   }
-  if (lane == 0) scale[token] = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float((exponent - 7u) << 23);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const int each = first + i * SPLIT, block = each % BLOCKS, token = each / BLOCKS, turn = token % 8;
+    if (each >= end) break;
+    const u32 to = stage_tokens + (2 * block + lane / 16) * T_BOX + token * 128;
+    if (KIND == INT4) {
+      // Columns in the order in which the threads that multiply have a weight's codes: see `codes_of`.
+      const int q = own / 8 * 2 + own / 2 % 2;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int chunk = 2 * (lane % 2 * 2 + half) + own / 4 % 2;
+        const u32 place = to + (chunk ^ turn) * 16 + 4 * q;
+        shared_store(place, pair(upper[i][2 * half], upper[i][2 * half + 1]));
+        shared_store(place + BLOCK_T * 128, pair(lower[i][2 * half], lower[i][2 * half + 1]));
+      }
+      if (own == 0) facts.sum[KIND == INT4 ? 2 * block + lane / 16 : 0][token] = sum[i];
+    } else {
+      const u32 place = to + (own / 2 ^ turn) * 16 + own % 2 * 8;
+      shared_store(place, pair(upper[i][0], upper[i][1]), pair(upper[i][2], upper[i][3]));
+      shared_store(place + BLOCK_T * 128, pair(lower[i][0], lower[i][1]), pair(lower[i][2], lower[i][3]));
+    }
+    if (lane == 0)
+      facts.scale[block][token] = exponent[i] == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float((exponent[i] - 7u) << 23);
+  }
 }
 
 extern "C" __global__ void
@@ -286,11 +315,11 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     for (int i = 0; i < steps; i++) {
       barrier_wait(full + 8 * slot, parity);
       const u32 tokens = stages + slot * STAGE_BYTES + W_BYTES;
-#pragma unroll 2
-      for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += SPLIT) {
-        const int block = each % BLOCKS;
-        split_token(tokens + 2 * block * T_BOX, each / BLOCKS, facts[slot].scale[block],
-                    facts[slot].sum[KIND == INT4 ? 2 * block : 0]);
+      for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += TOGETHER * SPLIT) {
+        if (TOGETHER > 1 && each + SPLIT < BLOCKS * T)
+          split_tokens<TOGETHER>(tokens, each, BLOCKS * T, facts[slot]);
+        else
+          split_tokens<1>(tokens, each, BLOCKS * T, facts[slot]);
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
@@ -406,14 +435,14 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       add(acc[(BOXES - 1) % 2], BOXES - 1);
 #else
 #pragma unroll
-      for (int box = 0; box < BOXES; box += AT_ONCE) {
+      for (int box = 0; box < BOXES; box += ADDED) {
         float acc[SUMS];
 #if KIND == INT4
         if (box == 0 || !AHEAD) codes_of(codes[box % 2], from, box);
 #endif
         products_begin();
 #pragma unroll
-        for (int each = 0; each < AT_ONCE; each++)
+        for (int each = 0; each < ADDED; each++)
 #pragma unroll
           for (int part = 0; part < 4; part++) {
             const u64 right = operand(tokens + (box + each) * T_BOX) + 2 * part;

@@ -48,6 +48,8 @@ class TermsCut:
     splitters: int = 3
     """Warps that split tokens: with the one that feeds the ring a warpgroup, or two. None if tokens come rounded."""
     most_stages: int = 8
+    at_once: int = 1
+    """Tokens that a warp splits together."""
     cluster: int = 1
     """Blocks that share a tile's columns, if above 1: their sums meet in shared memory. Tiles must not outnumber clusters."""
     wide: bool = False
@@ -128,7 +130,7 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
     """The kernel's machine code. Needs no device."""
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t, form),
-        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "CLUSTER": cut.cluster, "WIDE": int(cut.wide),
+        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "AT_ONCE": cut.at_once, "CLUSTER": cut.cluster, "WIDE": int(cut.wide),
         "FETCHED": int(cut.fetched), "OVERLAPPED": int(cut.overlapped), **form.defines(),
     }  # fmt: skip
     return cached_cubin(_SOURCE, "sm_90a", defines)

@@ -1,0 +1,105 @@
+"""The door of the kernel that multiplies rounded tokens by clusters, without a device: what it takes, and how it cuts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bough.kernels.packed_linear import PackedWeight, rounded, triton as packed
+from bough.kernels.packed_linear.codes import Codes, Inputs
+
+ROOM = 227 << 10
+"""Shared memory of a block."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Launches, as they come: what was compiled, the grid, and arguments."""
+    launches: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __init__(self, *how: object) -> None:
+            self.how = how
+
+        def launch(self, blocks: int, arguments: tuple[Any, ...], _: int) -> None:
+            launches.append({"how": self.how, "blocks": blocks, "arguments": arguments})
+
+    monkeypatch.setattr(rounded, "is_ready", lambda _: True)
+    monkeypatch.setattr(rounded, "most_clusters", lambda _, cut, *__: {1: 132, 2: 66, 4: 30}.get(cut.cluster, 14))
+    monkeypatch.setattr(rounded, "_kernel", Kernel)
+    monkeypatch.setattr(rounded, "tensor_map", lambda matrix, *box: (matrix, *box))
+    monkeypatch.setattr(rounded, "current_stream", lambda _: 0)
+    monkeypatch.setattr(packed, "_rounds", lambda *_: True)
+    rounded._fastest.cache_clear()
+    return launches
+
+
+def weight_of(rows: int, depth: int) -> PackedWeight:
+    values = torch.zeros(rows, depth, dtype=torch.float8_e4m3fn)
+    return packed.pack_codes(Codes("float8", values, torch.ones(rows, 1), depth, inputs=Inputs("float8")))
+
+
+@pytest.mark.parametrize("count", [40, 100, 200, 256])
+@pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (192, 512)])
+def test_blocks_cover_a_weight_once(
+    rows: int, depth: int, count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = torch.ones(count)
+    monkeypatch.setattr(packed, "round_rows", lambda x: (x.to(torch.float8_e4m3fn), scales))
+    out = packed.packed_linear(torch.zeros(count, depth, dtype=torch.bfloat16), weight_of(rows, depth))
+    (launch,) = launched
+    _, cut, block_t, _ = launch["how"]
+    x_map, weight_map, given, bias, to, tokens, stride, k_steps, _ = launch["arguments"]
+    assert (x_map[1] * cut.pair, weight_map[1]) == (block_t, cut.block_n)
+    assert block_t >= tokens == count
+    assert k_steps * cut.block_k == depth
+    assert launch["blocks"] * cut.block_n == rows * cut.split
+    assert launch["blocks"] % cut.cluster == 0
+    assert given is scales
+    assert bias is None
+    assert (to is out, stride) == (True, rows)
+
+
+def test_other_weights_are_left_to_other_kernels(launched: list[dict[str, Any]]) -> None:
+    fine, out = weight_of(512, 2048).handle, torch.empty(100, 512, dtype=torch.bfloat16)
+    assert rounded.cut_for(100, fine, None, out) is not None
+    assert rounded.cut_for(257, fine, None, out) is None
+    assert rounded.cut_for(100, fine, torch.zeros(512), out) is None
+    assert rounded.cut_for(100, fine, None, out.float()) is None
+    assert rounded.cut_for(100, weight_of(528, 2048).handle, None, out) is None
+    assert rounded.cut_for(100, weight_of(512, 2112).handle, None, out) is None
+    in_blocks = Codes("float8", torch.zeros(512, 2048, dtype=torch.float8_e4m3fn), torch.ones(4, 16), 128, rows=128)
+    assert rounded.cut_for(100, packed.pack_codes(in_blocks).handle, None, out) is None
+    assert not launched
+
+
+def test_tiles_do_not_outnumber_clusters(launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second wave would take as long as the first."""
+    weight = weight_of(4096, 1024).handle
+    out = torch.empty(100, 4096, dtype=torch.bfloat16)
+    cut = rounded.cut_for(100, weight, None, out)
+    assert cut is not None
+    assert 4096 // cut.block_n // cut.pair <= {1: 132, 2: 66, 4: 30}.get(cut.cluster, 14)
+    rounded._fastest.cache_clear()
+    monkeypatch.setattr(rounded, "most_clusters", lambda *_: 0)
+    assert rounded.cut_for(100, weight, None, out) is None
+    assert not launched
+
+
+def test_every_cut_has_room() -> None:
+    """For its stages, and in them for the sums that blocks send each other."""
+    for tokens in (33, 100, 128, 200, 256):
+        block_t = rounded.block_of(tokens)
+        cuts = list(rounded.cuts_of(tokens, 6144, 4096))
+        assert cuts
+        for cut in cuts:
+            stages = cut.stages(block_t) * cut.stage_bytes(block_t)
+            assert stages + 1024 + 2 * 8 * cut.stages(block_t) <= ROOM, cut
+            assert cut.sums_bytes(block_t) <= stages, cut
+            assert cut.block_n <= 256
+            assert block_t // cut.pair <= 256, "the copy engine's widest box"
+            assert block_t // cut.pair % 8 == 0, "rows of which the copy engine turns eight alike"
