@@ -27,7 +27,8 @@ from bough.platform.whole_file import write_whole
 log = logging.getLogger("bough.kernels")
 
 _COMMON = tuple(
-    Path(__file__).with_name(name) for name in ("hopper.cuh", "hopper_tiles.cuh", "codes.cuh", "experts.cuh", "cluster_sums.cuh")
+    Path(__file__).with_name(name)
+    for name in ("hopper.cuh", "hopper_tiles.cuh", "codes.cuh", "experts.cuh", "cluster_sums.cuh")
 )
 """What sources may include."""
 SWIZZLED_BYTES = 128

@@ -6,8 +6,8 @@
 // both. In a block, one thread feeds a ring of stages, from before the launch before has ended, and GROUPS warpgroups multiply.
 // Sums are left to the tensor cores.
 //
-// Given: BLOCK_T (tokens, a multiple of 16), BLOCK_K (columns of a stage, a multiple of 128), GROUPS, STAGES, SPLIT, PAIR. Of the weight, as
-// in codes.cuh: KIND (FLOAT8), GROUP (0), SCALE_ROWS, SCALES.
+// Given: BLOCK_T (tokens, a multiple of 16), BLOCK_K (columns of a stage, a multiple of 128), GROUPS, STAGES, SPLIT, PAIR. Of
+// the weight, as in codes.cuh: KIND (FLOAT8), GROUP (0), SCALE_ROWS, SCALES.
 
 #include "hopper.cuh"
 #include "codes.cuh"

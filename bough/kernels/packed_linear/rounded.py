@@ -1,5 +1,7 @@
-"""Tokens that come rounded to e4m3 and an e4m3 weight with scales of rows, on Hopper (`rounded.cu`): clusters of blocks share the
-columns of a tile, so that a weight of few rows is read by most multiprocessors."""
+"""Tokens that come rounded to e4m3 and an e4m3 weight with scales of rows, on Hopper (`rounded.cu`).
+
+Blocks of a cluster share the columns of a tile, so that a weight of few rows is read by most multiprocessors.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ class RoundedCut:
         return 0 if self.split == 1 else self.split * cdiv(block_t // 8, self.split) * 128 * self.groups * 16
 
     def estimated_us(self, block_t: int, rows: int, depth: int) -> float:
-        """On an H200: the slowest of memory, L2, what a multiprocessor takes in and its tensor cores, and what comes after."""
+        """On an H200: the slowest of memory, L2, what a multiprocessor takes in and its tensor cores, and what follows."""
         tiles, share = rows // self.block_n, depth / self.split
         memory = rows * depth / 4.2e6
         from_l2 = (rows * depth + tiles / self.pair * block_t * depth) / 5.5e6

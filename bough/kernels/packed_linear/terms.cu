@@ -11,10 +11,11 @@
 //
 // Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, TERMS
 // (2: x is bf16; 1: x is e4m3 and has a scale for each token, and sums are left to the tensor cores), SPLITTERS (warps that
-// split), AT_ONCE (tokens that such a warp splits together), CLUSTER (above 1: blocks that share a tile's columns; their sums meet in shared memory, and no chunks are cut), WIDE
-// (whether boxes of 4-bit codes have 256 columns), FETCHED (whether their scales and zero points come through the copy engine,
-// with the stage), OVERLAPPED (whether a box of them is multiplied while the sums of the one before are scaled). Of the weight,
-// as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES, ZEROS.
+// split), AT_ONCE (tokens that such a warp splits together), CLUSTER (above 1: blocks that share a tile's columns; their sums
+// meet in shared memory, and no chunks are cut), WIDE (whether boxes of 4-bit codes have 256 columns), FETCHED (whether their
+// scales and zero points come through the copy engine, with the stage), OVERLAPPED (whether a box of them is multiplied while
+// the sums of the one before are scaled). Of the weight, as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES,
+// ZEROS.
 
 #include "hopper.cuh"
 #include "codes.cuh"
@@ -238,17 +239,19 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     u16* out, float* partial, int* counters, int T, int out_stride, int per_chunk, int total, int k_steps,
     const __grid_constant__ Coded coded) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[3 * STAGES];
+  __shared__ u64 barriers[4 * STAGES];
   __shared__ Tokens facts[TERMS == 2 ? STAGES : 1];
   __shared__ int arrived;
   let_kernel_after_start();
   const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
   const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * STAGES, split = empty + 8 * STAGES;
+  const u32 came = split + 8 * STAGES;  // tokens that are split, which come from L2 long before the weight does
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4 * GROUPS);
       barrier_init(split + 8 * i, SPLIT ? SPLIT : 1);
+      barrier_init(came + 8 * i, 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -268,7 +271,7 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     const u64 once = held_shorter(), often = held_longer();
     auto ask_weight = [&](int slot) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-      barrier_expect(barrier, STAGE_BYTES + BESIDES_BYTES);
+      barrier_expect(barrier, W_BYTES + BESIDES_BYTES + (TERMS == 2 ? 0 : BOXES * T_BOX));
 #pragma unroll
       for (int box = 0; box < BLOCK_K / W_BOX_COLUMNS; box++)
         fetch_held(to + box * W_BOX, weight, (k + W_BOX_COLUMNS * box) / (HALF_BYTES ? 2 : 1), tile * BLOCK_N, barrier, once);
@@ -279,10 +282,11 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #endif
     };
     auto ask_x = [&](int slot, int column) {
-      const u32 to = stages + slot * STAGE_BYTES + W_BYTES;
+      const u32 to = stages + slot * STAGE_BYTES + W_BYTES, barrier = (TERMS == 2 ? came : full) + 8 * slot;
+      if (TERMS == 2) barrier_expect(barrier, BOXES * T_BOX);
 #pragma unroll
       for (int box = 0; box < TERMS * BOXES; box++)
-        fetch_held(to + box * (BLOCK_T * 128), x, column + 128 / TERMS * box, 0, full + 8 * slot, often);
+        fetch_held(to + box * (BLOCK_T * 128), x, column + 128 / TERMS * box, 0, barrier, often);
     };
     auto advance = [&] {
       k += BLOCK_K;
@@ -301,8 +305,9 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     u32 parity = 0;
     for (int i = early; i < steps; i++, advance()) {
       barrier_wait(empty + 8 * slot, parity);
+      if (TERMS == 2) ask_x(slot, k);
       ask_weight(slot);
-      ask_x(slot, k);
+      if (TERMS == 1) ask_x(slot, k);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     return;
@@ -313,7 +318,7 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #if TERMS == 2
   if (warp >= 4 * GROUPS) {
     for (int i = 0; i < steps; i++) {
-      barrier_wait(full + 8 * slot, parity);
+      barrier_wait(came + 8 * slot, parity);
       const u32 tokens = stages + slot * STAGE_BYTES + W_BYTES;
       for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += TOGETHER * SPLIT) {
         if (TOGETHER > 1 && each + SPLIT < BLOCKS * T)
@@ -386,7 +391,7 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #endif
       barrier_wait(split + 8 * slot, parity);
       const u32 from = stages + slot * STAGE_BYTES, tokens = from + W_BYTES;
-      barrier_wait(full + 8 * slot, parity);  // is over; it lets these threads see what the copy engine wrote
+      barrier_wait(full + 8 * slot, parity);
       // Adds what the tensor cores have of a box, or two.
       auto add = [&](float (&acc)[SUMS], int box) {
 #if FETCHED

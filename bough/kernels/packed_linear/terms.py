@@ -51,7 +51,7 @@ class TermsCut:
     at_once: int = 1
     """Tokens that a warp splits together."""
     cluster: int = 1
-    """Blocks that share a tile's columns, if above 1: their sums meet in shared memory. Tiles must not outnumber clusters."""
+    """Blocks that share a tile's columns, if above 1: their sums meet in shared memory."""
     wide: bool = False
     """Boxes of 4-bit codes have 256 columns."""
     fetched: bool = False
@@ -130,8 +130,8 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
     """The kernel's machine code. Needs no device."""
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t, form),
-        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "AT_ONCE": cut.at_once, "CLUSTER": cut.cluster, "WIDE": int(cut.wide),
-        "FETCHED": int(cut.fetched), "OVERLAPPED": int(cut.overlapped), **form.defines(),
+        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "AT_ONCE": cut.at_once, "CLUSTER": cut.cluster,
+        "WIDE": int(cut.wide), "FETCHED": int(cut.fetched), "OVERLAPPED": int(cut.overlapped), **form.defines(),
     }  # fmt: skip
     return cached_cubin(_SOURCE, "sm_90a", defines)
 

@@ -12,7 +12,7 @@ from bough.config.model_facts import ClampedGate
 from bough.kernels.linear.ring import is_ready
 from bough.kernels.moe import Biases
 from bough.kernels.moe.grouping import round_rows
-from bough.kernels.packed_linear import PackedWeight, hopper, terms, triton as packed
+from bough.kernels.packed_linear import PackedWeight, hopper, rounded, terms, triton as packed
 from bough.kernels.packed_linear.codes import Codes, Inputs
 from bough.kernels.packed_moe import PackedExperts, hopper as few_hopper, tiles_hopper, triton as experts
 
@@ -119,6 +119,27 @@ def test_rounded_tokens_agree_with_the_library() -> None:
             found = [packed.packed_linear(x, weight, bias) for _ in range(2)]
             assert torch.equal(*found)
             assert float((found[0].double() - expected).norm() / expected.norm()) < 1e-2, (rows, depth, tokens)
+
+
+@pytest.mark.parametrize("tokens", [33, 100, 128, 200, 256])
+def test_clusters_agree_with_double_precision(tokens: int) -> None:
+    """Every way to share a tile's columns and tokens, also where columns are no multiple of the blocks."""
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    for rows, depth in ((768, 1152), (1536, 4096)):
+        weight = packed.pack_codes(codes_of("float8 rows", rows, depth))
+        dense = packed.dequantise(weight).double()
+        values, scales = round_rows(torch.randn(tokens, depth, dtype=torch.bfloat16, device="cuda"))
+        bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda")
+        expected = values.double() * scales.double()[:, None] @ dense.t() + bias.double()
+        for cut in rounded.cuts_of(tokens, rows, depth):
+            outs = []
+            for _ in range(2):
+                wide = torch.full((tokens, rows + 3), 7.0, dtype=torch.bfloat16, device="cuda")
+                rounded.multiply_rounded(values, scales, weight.handle, bias, wide[:, 1 : rows + 1], cut)
+                assert bool((wide[:, [0, -2, -1]] == 7).all()), cut
+                outs.append(wide[:, 1 : rows + 1].clone())
+            assert torch.equal(*outs), cut
+            assert float((outs[0].double() - expected).norm() / expected.norm()) < 1e-2, cut
 
 
 SHAPES = [("float8 blocks", 8, 2, 512, 256), ("float8 rows", 8, 2, 512, 128), ("int4 groups", 8, 3, 512, 256),
