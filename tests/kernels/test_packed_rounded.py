@@ -14,6 +14,8 @@ from bough.kernels.packed_linear.codes import Codes, Inputs
 
 ROOM = 227 << 10
 """Shared memory of a block."""
+CLUSTERS = {2: 66, 3: 40, 4: 30, 6: 18, 8: 14}
+"""By their blocks, those that run at once."""
 
 
 @pytest.fixture
@@ -29,12 +31,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             launches.append({"how": self.how, "blocks": blocks, "arguments": arguments})
 
     monkeypatch.setattr(rounded, "is_ready", lambda _: True)
-    monkeypatch.setattr(rounded, "most_clusters", lambda _, cut, *__: {1: 132, 2: 66, 4: 30}.get(cut.cluster, 14))
+    monkeypatch.setattr(rounded, "most_clusters", lambda _, cut, *__: CLUSTERS[cut.cluster])
     monkeypatch.setattr(rounded, "_kernel", Kernel)
     monkeypatch.setattr(rounded, "tensor_map", lambda matrix, *box: (matrix, *box))
     monkeypatch.setattr(rounded, "current_stream", lambda _: 0)
     monkeypatch.setattr(packed, "_rounds", lambda *_: True)
-    rounded._fastest.cache_clear()
     return launches
 
 
@@ -43,8 +44,8 @@ def weight_of(rows: int, depth: int) -> PackedWeight:
     return packed.pack_codes(Codes("float8", values, torch.ones(rows, 1), depth, inputs=Inputs("float8")))
 
 
-@pytest.mark.parametrize("count", [40, 100, 200, 256])
-@pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (192, 512)])
+@pytest.mark.parametrize("count", [40, 100, 128])
+@pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (3200, 512)])
 def test_blocks_cover_a_weight_once(
     rows: int, depth: int, count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +57,8 @@ def test_blocks_cover_a_weight_once(
     x_map, weight_map, given, bias, to, tokens, stride, k_steps, _ = launch["arguments"]
     assert (x_map[1] * cut.pair, weight_map[1]) == (block_t, cut.block_n)
     assert block_t >= tokens == count
-    assert k_steps * cut.block_k == depth
+    assert k_steps * 128 == depth
+    assert k_steps >= cut.split
     assert launch["blocks"] * cut.block_n == rows * cut.split
     assert launch["blocks"] % cut.cluster == 0
     assert given is scales
@@ -67,11 +69,11 @@ def test_blocks_cover_a_weight_once(
 def test_other_weights_are_left_to_other_kernels(launched: list[dict[str, Any]]) -> None:
     fine, out = weight_of(512, 2048).handle, torch.empty(100, 512, dtype=torch.bfloat16)
     assert rounded.cut_for(100, fine, None, out) is not None
-    assert rounded.cut_for(257, fine, None, out) is None
+    assert rounded.cut_for(129, fine, None, out) is None
     assert rounded.cut_for(100, fine, torch.zeros(512), out) is None
     assert rounded.cut_for(100, fine, None, out.float()) is None
     assert rounded.cut_for(100, weight_of(528, 2048).handle, None, out) is None
-    assert rounded.cut_for(100, weight_of(512, 2112).handle, None, out) is None
+    assert rounded.cut_for(100, weight_of(512, 2176 - 64).handle, None, out) is None
     in_blocks = Codes("float8", torch.zeros(512, 2048, dtype=torch.float8_e4m3fn), torch.ones(4, 16), 128, rows=128)
     assert rounded.cut_for(100, packed.pack_codes(in_blocks).handle, None, out) is None
     assert not launched
@@ -83,23 +85,44 @@ def test_tiles_do_not_outnumber_clusters(launched: list[dict[str, Any]], monkeyp
     out = torch.empty(100, 4096, dtype=torch.bfloat16)
     cut = rounded.cut_for(100, weight, None, out)
     assert cut is not None
-    assert 4096 // cut.block_n // cut.pair <= {1: 132, 2: 66, 4: 30}.get(cut.cluster, 14)
-    rounded._fastest.cache_clear()
-    monkeypatch.setattr(rounded, "most_clusters", lambda *_: 0)
+    assert 4096 // cut.block_n // cut.pair <= CLUSTERS[cut.cluster]
+    monkeypatch.setattr(rounded, "most_clusters", lambda *_: 31)
     assert rounded.cut_for(100, weight, None, out) is None
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "depth", "expected"),
+    [
+        (64, 6144, 512, rounded.RoundedCut(2, 2, 2)),
+        (65, 6144, 512, None),
+        (64, 4096, 512, rounded.RoundedCut(2, 3, 2)),
+        (100, 4096, 512, rounded.RoundedCut(2, 3)),
+        (129, 4096, 512, None),
+        (200, 4096, 6144, rounded.RoundedCut(1, 2)),
+        (100, 3072, 512, rounded.RoundedCut(2, 4, 2)),
+        (200, 3072, 6144, rounded.RoundedCut(2, 4, 2)),
+        (209, 3072, 6144, None),
+        (48, 8192, 512, None),
+    ],
+)
+def test_sizes_choose_the_cut(
+    tokens: int, rows: int, depth: int, expected: rounded.RoundedCut | None, launched: list[dict[str, Any]]
+) -> None:
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    assert rounded.cut_for(tokens, weight_of(rows, depth).handle, None, out) == expected
     assert not launched
 
 
 def test_every_cut_has_room() -> None:
     """For its stages, and in them for the sums that blocks send each other."""
-    for tokens in (33, 100, 128, 200, 256):
-        block_t = rounded.block_of(tokens)
-        cuts = list(rounded.cuts_of(tokens, 6144, 4096))
-        assert cuts
-        for cut in cuts:
+    for rule in rounded.RULES:
+        cut = rule.cut
+        for block_t in range(48, rounded.block_of(rule.tokens) + 1, 16):
             stages = cut.stages(block_t) * cut.stage_bytes(block_t)
+            assert cut.stages(block_t) >= 3
             assert stages + 1024 + 2 * 8 * cut.stages(block_t) <= ROOM, cut
             assert cut.sums_bytes(block_t) <= stages, cut
-            assert cut.block_n <= 256
-            assert block_t // cut.pair <= 256, "the copy engine's widest box"
+            assert cut.groups * block_t <= 4 * 128, "registers"
+            assert cut.cluster <= 8
             assert block_t // cut.pair % 8 == 0, "rows of which the copy engine turns eight alike"

@@ -6,25 +6,24 @@
 // both. In a block, one thread feeds a ring of stages, from before the launch before has ended, and GROUPS warpgroups multiply.
 // Sums are left to the tensor cores.
 //
-// Given: BLOCK_T (tokens, a multiple of 16), BLOCK_K (columns of a stage, a multiple of 128), GROUPS, STAGES, SPLIT, PAIR. Of
-// the weight, as in codes.cuh: KIND (FLOAT8), GROUP (0), SCALE_ROWS, SCALES.
+// Given: BLOCK_T (tokens, a multiple of 16), GROUPS, STAGES, SPLIT (2 or more), PAIR. Of the weight, as in codes.cuh: KIND
+// (FLOAT8), GROUP (0), SCALE_ROWS, SCALES.
 
 #include "hopper.cuh"
 #include "codes.cuh"
 #include "cluster_sums.cuh"
 
 static_assert(KIND == FLOAT8 && GROUP == 0, "what is multiplied here");
-static_assert(BLOCK_T % 16 == 0 && BLOCK_T <= 256, "what the tensor cores take");
+static_assert(BLOCK_T % 16 == 0 && 48 <= BLOCK_T && BLOCK_T <= 208, "products that are written out");
 
 constexpr int VALUES = BLOCK_T / 2;  // of a thread
 constexpr int EIGHTS = BLOCK_T / 8;
-constexpr int BOXES = BLOCK_K / 128;
 constexpr int BLOCK_N = 64 * GROUPS;
 constexpr int W_BOX = BLOCK_N * 128, T_BOX = BLOCK_T * 128;
-constexpr int STAGE_BYTES = BOXES * (W_BOX + T_BOX);
+constexpr int STAGE_BYTES = W_BOX + T_BOX;  // of 128 columns
 constexpr int WORKERS = 128 * GROUPS;
 using Sums = ClusterSums<EIGHTS, WORKERS, SPLIT, PAIR>;
-static_assert(SPLIT == 1 || Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the place of stages");
+static_assert(Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the place of stages");
 
 #define D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -39,9 +38,6 @@ static_assert(SPLIT == 1 || Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the 
 #define D88 D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define D96 D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define D104 D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define D112 D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define D120 D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define D128 D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define F4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
 #define F8(o) F4(o), F4(o + 4)
 #define F16(o) F8(o), F8(o + 8)
@@ -54,12 +50,6 @@ static_assert(SPLIT == 1 || Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the 
                  : __VA_ARGS__ : "l"(left), "l"(right), "r"(keep));
 
 template <int COUNT> INLINE void multiply_rows(float (&d)[COUNT], u64 left, u64 right, int keep) {
-#if BLOCK_T == 16
-  MULTIPLY(16, D8, "%8", "%9", "%10", F8(0))
-#endif
-#if BLOCK_T == 32
-  MULTIPLY(32, D16, "%16", "%17", "%18", F16(0))
-#endif
 #if BLOCK_T == 48
   MULTIPLY(48, D24, "%24", "%25", "%26", F16(0), F8(16))
 #endif
@@ -93,15 +83,6 @@ template <int COUNT> INLINE void multiply_rows(float (&d)[COUNT], u64 left, u64 
 #if BLOCK_T == 208
   MULTIPLY(208, D104, "%104", "%105", "%106", F64(0), F32(64), F8(96))
 #endif
-#if BLOCK_T == 224
-  MULTIPLY(224, D112, "%112", "%113", "%114", F64(0), F32(64), F16(96))
-#endif
-#if BLOCK_T == 240
-  MULTIPLY(240, D120, "%120", "%121", "%122", F64(0), F32(64), F16(96), F8(112))
-#endif
-#if BLOCK_T == 256
-  MULTIPLY(256, D128, "%128", "%129", "%130", F64(0), F64(64))
-#endif
 }
 
 INLINE u16 narrow(float value) {
@@ -119,9 +100,7 @@ INLINE void fetch_for_pair(u32 to, const TensorMap& map, int column, int row, u3
 }
 
 extern "C" __global__ void
-#if SPLIT * PAIR > 1
 __cluster_dims__(SPLIT * PAIR, 1, 1)
-#endif
 __launch_bounds__(WORKERS + 32, 1) rounded(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const float* x_scales, const u16* bias,
     u16* out, int T, int out_stride, int k_steps, const __grid_constant__ Coded coded) {
@@ -140,7 +119,7 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
   __syncthreads();
   if (PAIR > 1) cluster_arrive();
   // Of a cluster's blocks, neighbours are a pair: `half` says which one, `part` which of the parts of the columns.
-  const int rank = SPLIT * PAIR > 1 ? (int)rank_in_cluster() : 0, half = rank % PAIR, part = rank / PAIR;
+  const int rank = (int)rank_in_cluster(), half = rank % PAIR, part = rank / PAIR;
   const int tile = blockIdx.x / (SPLIT * PAIR) * PAIR + half;
   const int start = k_steps * part / SPLIT, steps = k_steps * (part + 1) / SPLIT - start;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -154,21 +133,15 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
     auto ask_weight = [&](int slot, int step) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
       barrier_expect(barrier, STAGE_BYTES);
-#pragma unroll
-      for (int box = 0; box < BOXES; box++)
-        fetch_held(to + box * W_BOX, weight, ((start + step) * BOXES + box) * 128, tile * BLOCK_N, barrier, once);
+      fetch_held(to, weight, (start + step) * 128, tile * BLOCK_N, barrier, once);
     };
     auto ask_x = [&](int slot, int step) {
-      const u32 to = stages + slot * STAGE_BYTES + BOXES * W_BOX, barrier = full + 8 * slot;
-#pragma unroll
-      for (int box = 0; box < BOXES; box++) {
-        const int column = ((start + step) * BOXES + box) * 128;
-        if (PAIR > 1)
-          fetch_for_pair(to + box * T_BOX + half * (T_BOX / 2), x, column, half * (BLOCK_T / 2), barrier,
-                         (u16)(3 << (rank - half)), often);
-        else
-          fetch_held(to + box * T_BOX, x, column, 0, barrier, often);
-      }
+      const u32 to = stages + slot * STAGE_BYTES + W_BOX, barrier = full + 8 * slot;
+      const int column = (start + step) * 128;
+      if (PAIR > 1)
+        fetch_for_pair(to + half * (T_BOX / 2), x, column, half * (BLOCK_T / 2), barrier, (u16)(3 << (rank - half)), often);
+      else
+        fetch_held(to, x, column, 0, barrier, often);
     };
     const int early = min(steps, STAGES);
     for (int i = 0; i < early; i++) ask_weight(i, i);
@@ -200,11 +173,8 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
     const u32 from = stages + slot * STAGE_BYTES;
     products_begin();
 #pragma unroll
-    for (int box = 0; box < BOXES; box++)
-#pragma unroll
-      for (int quarter = 0; quarter < 4; quarter++)
-        multiply_rows(value, operand(from + box * W_BOX + warp / 4 * 64 * 128) + 2 * quarter,
-                      operand(from + BOXES * W_BOX + box * T_BOX) + 2 * quarter, i | box | quarter);
+    for (int quarter = 0; quarter < 4; quarter++)
+      multiply_rows(value, operand(from + warp / 4 * 64 * 128) + 2 * quarter, operand(from + W_BOX) + 2 * quarter, i | quarter);
     products_commit();
     products_wait<1>();
     if (i > 0) leave(before);
@@ -227,18 +197,12 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
     const float result = sum * row_scales[r / 2] * __ldcg(x_scales + token) + biases[r / 2];
     out[(u64)token * out_stride + row + r / 2 * 8] = narrow(result);
   };
-  if constexpr (SPLIT == 1) {
-#pragma unroll
-    for (int r = 0; r < VALUES; r++) write(r / 4, r % 4, value[r]);
-    if (PAIR > 1) cluster_arrive(), cluster_wait();  // the other block's threads may have to come to this one's barriers
-  } else {
-    Sums::exchange(stages, value);
+  Sums::exchange(stages, value);
 #pragma unroll 2
-    for (int mine = 0; mine < Sums::MINE; mine++) {
-      const int eight = part * Sums::MINE + mine;
-      if (eight >= EIGHTS) break;
-      const float4 sum = Sums::sum(stages, mine);
-      write(eight, 0, sum.x), write(eight, 1, sum.y), write(eight, 2, sum.z), write(eight, 3, sum.w);
-    }
+  for (int mine = 0; mine < Sums::MINE; mine++) {
+    const int eight = part * Sums::MINE + mine;
+    if (eight >= EIGHTS) break;
+    const float4 sum = Sums::sum(stages, mine);
+    write(eight, 0, sum.x), write(eight, 1, sum.y), write(eight, 2, sum.z), write(eight, 3, sum.w);
   }
 }

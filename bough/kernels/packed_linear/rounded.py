@@ -5,11 +5,10 @@ Blocks of a cluster share the columns of a tile, so that a weight of few rows is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +34,8 @@ _ROWS: Final = 64
 _SHARED_BYTES: Final = 225 << 10
 """Of a block, besides what it takes for barriers."""
 _BOX: Final = 128
-"""Columns that a tile's rows and tokens have in shared memory side by side."""
-MOST_TOKENS: Final = 256
-_MOST_BLOCKS: Final = 8
-"""Of a cluster."""
+"""Columns of a stage."""
+_MOST_STAGES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +45,9 @@ class RoundedCut:
     groups: int
     """Warpgroups that multiply, and tiles of 64 rows of a block."""
     split: int
-    """Blocks that share a tile's columns."""
+    """Blocks that share a tile's columns, 2 or more."""
     pair: int = 1
     """2: two blocks with neighbouring tiles fetch half of the tokens each, for both."""
-    block_k: int = _BOX
-    most_stages: int = 8
 
     @property
     def block_n(self) -> int:
@@ -63,44 +58,67 @@ class RoundedCut:
         return self.split * self.pair
 
     def stage_bytes(self, block_t: int) -> int:
-        return self.block_k * (self.block_n + block_t)
+        return _BOX * (self.block_n + block_t)
 
     def stages(self, block_t: int) -> int:
         """As many as there is room for."""
-        return min(self.most_stages, (_SHARED_BYTES - 1024) // self.stage_bytes(block_t))
+        return min(_MOST_STAGES, (_SHARED_BYTES - 1024) // self.stage_bytes(block_t))
 
     def sums_bytes(self, block_t: int) -> int:
         """What blocks send each other takes the place of stages."""
-        return 0 if self.split == 1 else self.split * cdiv(block_t // 8, self.split) * 128 * self.groups * 16
+        return self.split * cdiv(block_t // 8, self.split) * 128 * self.groups * 16
 
-    def estimated_us(self, block_t: int, rows: int, depth: int) -> float:
-        """On an H200: the slowest of memory, L2, what a multiprocessor takes in and its tensor cores, and what follows."""
-        tiles, share = rows // self.block_n, depth / self.split
-        memory = rows * depth / 4.2e6
-        from_l2 = (rows * depth + tiles / self.pair * block_t * depth) / 5.5e6
-        taken_in = (self.block_n + block_t) * share / 1.12e5
-        multiplied = self.block_n * block_t * share / 4096 / 1755
-        sent = 0.0 if self.split == 1 else 0.8 + block_t * self.block_n * 4 * (1 - 1 / self.split) / 5.6e4
-        return max(memory, from_l2, taken_in, multiplied) + sent + 2.0
+    def takes(self, rows: int, depth: int) -> bool:
+        """Whether a weight has whole tiles, and columns for every block."""
+        return rows % (self.block_n * self.pair) == depth % _BOX == 0 and depth // _BOX >= self.split
+
+
+class RoundedRule(NamedTuple):
+    """What a cut is for: products of at most so many tokens and rows, and at least so many columns."""
+
+    tokens: int
+    rows: int
+    depth: int
+    cut: RoundedCut
+
+
+RULES: Final = (
+    RoundedRule(128, 3072, 0, RoundedCut(2, 4, 2)),
+    RoundedRule(208, 3072, 6144, RoundedCut(2, 4, 2)),
+    RoundedRule(64, 4096, 0, RoundedCut(2, 3, 2)),
+    RoundedRule(128, 4096, 0, RoundedCut(2, 3)),
+    RoundedRule(208, 4096, 6144, RoundedCut(1, 2)),
+    RoundedRule(64, 6144, 0, RoundedCut(2, 2, 2)),
+)
+"""The first that a product is within and whose cut takes the weight; without one, the vendor's library is faster. us on an
+H200 with rounding and the norm or activation before it, and of the library:
+
+6144 x 4096 with 48, 64 and 100 tokens: 13.8, 14.7, 17.9 (16.8, 16.9, 17.3)
+4096 x 4096 with 48, 64, 100, 128 and 160: 11.2, 12.3, 14.3, 16.9, 18.5 (16.5, 16.6, 16.9, 17.0, 17.4)
+4096 x 14336 with 48, 64, 100 and 200: 23.2, 24.5, 28.9, 36.8 (41.8, 42.3, 43.7, 46.9)
+3072 x 8192 with 100 and 200: 17.7, 25.8 (27.1, 28.7)
+2048 x 6144 with 100 and 200: 14.4, 22.4 (21.8, 23.1)
+
+28672 x 4096 is the library's from 48 tokens on, 10240 x 8192 with 100 and 200."""
 
 
 def block_of(tokens: int) -> int:
     """Tokens of a block, for so many."""
-    return max(32, cdiv(tokens, 16) * 16)
+    return max(48, cdiv(tokens, 16) * 16)
 
 
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    load = partial(_kernel, device, RoundedCut(2, 2), 64, CodeForm(kind=1))
+    load = partial(_kernel, device, RULES[0].cut, 64, CodeForm(kind=1))
     return runs_on(device, load, "products of rounded tokens are left to other kernels")
 
 
 def cubin(cut: RoundedCut, block_t: int, form: CodeForm) -> bytes:
     """The kernel's machine code. Needs no device."""
     defines = {
-        "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t),
-        "SPLIT": cut.split, "PAIR": cut.pair, **form.defines(),
+        "BLOCK_T": block_t, "GROUPS": cut.groups, "STAGES": cut.stages(block_t), "SPLIT": cut.split, "PAIR": cut.pair,
+        **form.defines(),
     }  # fmt: skip
     return cached_cubin(_SOURCE, "sm_90a", defines)
 
@@ -116,54 +134,28 @@ def _kernel(device: torch.device, cut: RoundedCut, block_t: int, form: CodeForm)
 def most_clusters(device: torch.device, cut: RoundedCut, block_t: int, form: CodeForm) -> int:
     """That run at once; 0 if the kernel can't be had."""
     try:
-        kernel = _kernel(device, cut, block_t, form)
-        if cut.cluster > 1:
-            return kernel.most_clusters(cut.cluster)
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return _kernel(device, cut, block_t, form).most_clusters(cut.cluster)
     except CudaSourceError as error:
         log.warning("a product of rounded tokens is left to other kernels: %s", error)
         return 0
 
 
-def cuts_of(tokens: int, rows: int, depth: int) -> Iterator[RoundedCut]:
-    """What could serve, if the device has room for as many clusters as there are tiles."""
-    block_t = block_of(tokens)
-    for groups in (1, 2, 3, 4):
-        for split in range(1, _MOST_BLOCKS + 1):
-            for pair in (1, 2):
-                cut = RoundedCut(groups, split, pair)
-                if rows % (cut.block_n * pair) or depth % cut.block_k or depth // cut.block_k < split:
-                    continue
-                if cut.cluster > _MOST_BLOCKS or groups * block_t > 4 * 128:  # registers
-                    continue
-                stages = cut.stages(block_t)
-                if stages < 3 or cut.sums_bytes(block_t) > stages * cut.stage_bytes(block_t):
-                    continue
-                yield cut
-
-
-@cache
-def _fastest(tokens: int, rows: int, depth: int, form: CodeForm, device: torch.device) -> RoundedCut | None:
-    block_t = block_of(tokens)
-    guesses = sorted(cuts_of(tokens, rows, depth), key=lambda cut: cut.estimated_us(block_t, rows, depth))
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    for cut in guesses:
-        tiles = rows // cut.block_n
-        if tiles * cut.split <= sms and tiles // cut.pair <= most_clusters(device, cut, block_t, form):
-            return cut
-    return None
-
-
 def cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> RoundedCut | None:
     """How the product of tokens in e4m3, which must be contiguous, is cut; None: the kernel can't serve it."""
-    if not 0 < tokens <= MOST_TOKENS or weight.kind != "float8" or weight.group != 0:
+    if weight.kind != "float8" or weight.group != 0:
         return None
     if out_TO.dtype != torch.bfloat16 or (bias_O is not None and bias_O.dtype != torch.bfloat16):
         return None
     form = form_of(weight)
     if form is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
         return None
-    return _fastest(tokens, weight.num_rows, weight.cols, form, weight.codes.device)
+    rows, depth = weight.num_rows, weight.cols
+    for most_tokens, most_rows, least_depth, cut in RULES:
+        if 0 < tokens <= most_tokens and rows <= most_rows and depth >= least_depth and cut.takes(rows, depth):
+            tiles = rows // cut.block_n // cut.pair
+            most = most_clusters(weight.codes.device, cut, block_of(tokens), form)
+            return cut if tiles <= most else None  # a second wave would take as long as the first
+    return None
 
 
 def multiply_rounded(
@@ -178,7 +170,7 @@ def multiply_rounded(
     block_t = block_of(tokens)
     arguments = (
         tensor_map(x_TD, block_t // cut.pair), tensor_map(weight.codes, cut.block_n), scale_T, bias_O, out_TO,
-        tokens, out_TO.stride(0), depth // cut.block_k, besides_codes(weight),
+        tokens, out_TO.stride(0), depth // _BOX, besides_codes(weight),
     )  # fmt: skip
     blocks = weight.num_rows // cut.block_n * cut.split
     _kernel(device, cut, block_t, form).launch(blocks, arguments, current_stream(device))

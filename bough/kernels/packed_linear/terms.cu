@@ -9,29 +9,29 @@
 // other warps split the tokens of a stage, in place: a token's values are read and its terms written by one warp.
 // The tensor cores keep some 14 bits of a sum of 8-bit floats, so that sums of 128 or 256 columns are added up in float32.
 //
-// Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, TERMS
-// (2: x is bf16; 1: x is e4m3 and has a scale for each token, and sums are left to the tensor cores), SPLITTERS (warps that
-// split), AT_ONCE (tokens that such a warp splits together), CLUSTER (above 1: blocks that share a tile's columns; their sums
-// meet in shared memory, and no chunks are cut), WIDE (whether boxes of 4-bit codes have 256 columns), FETCHED (whether their
-// scales and zero points come through the copy engine, with the stage), OVERLAPPED (whether a box of them is multiplied while
-// the sums of the one before are scaled). Of the weight, as in codes.cuh: KIND (FLOAT8 or INT4), GROUP, SCALE_ROWS, SCALES,
-// ZEROS.
+// Given: BLOCK_T (tokens), BLOCK_K (columns a step, a multiple of 256), GROUPS (warpgroups of 64 weight rows), STAGES, SPLITTERS
+// (warps that split), AT_ONCE (tokens that such a warp splits together), CLUSTER (above 1: blocks that share a tile's columns;
+// their sums meet in shared memory, and no chunks are cut), FETCHED (whether scales and zero points of 4-bit codes come through
+// the copy engine, with the stage; boxes of codes then have 256 columns). Of the weight, as in codes.cuh: KIND (FLOAT8 or INT4),
+// GROUP, SCALE_ROWS, SCALES, ZEROS.
 
 #include "hopper.cuh"
 #include "codes.cuh"
 #include "cluster_sums.cuh"
 
 static_assert(KIND == FLOAT8 || KIND == INT4, "what is multiplied here");
-static_assert(TERMS == 2 || (KIND == FLOAT8 && GROUP == 0), "what is multiplied with rounded tokens");
 
-constexpr int N = TERMS * BLOCK_T;              // columns of the tensor cores' product
+// A box of 4-bit codes is multiplied while the sums of the one before are scaled: that pays where blocks have few steps.
+#define OVERLAPPED (FETCHED && CLUSTER > 1 && BLOCK_T == 8)
+
+constexpr int N = 2 * BLOCK_T;                  // columns of the tensor cores' product
 constexpr int SUMS = N / 2;                     // of them, in a thread
 constexpr int VALUES = BLOCK_T / 2;             // of a thread
 constexpr int BLOCK_N = 64 * GROUPS;
 constexpr int BOXES = BLOCK_K / 128;            // of the weight, and of terms
-constexpr int W_LINE = WIDE ? 128 : W_ROW_BYTES;  // of a row in a box of the weight
+constexpr int W_LINE = FETCHED ? 128 : W_ROW_BYTES;  // of a row in a box of the weight
 constexpr int W_BOX = BLOCK_N * W_LINE;
-constexpr int W_BOX_COLUMNS = WIDE ? 256 : 128;
+constexpr int W_BOX_COLUMNS = FETCHED ? 256 : 128;
 constexpr int W_BYTES = BLOCK_K / W_BOX_COLUMNS * W_BOX;
 constexpr int T_BOX = N * 128;                  // of terms; of bf16 values too, in two boxes of 64 columns
 constexpr int STAGE_BYTES = W_BYTES + BOXES * T_BOX;
@@ -39,12 +39,10 @@ constexpr int SCALE_BYTES = FETCHED ? BOXES * BLOCK_N * 2 : 0;  // of a stage, b
 constexpr int ZERO_BYTES = FETCHED && ZEROS ? BOXES * BLOCK_N : 0;
 constexpr int BESIDES_BYTES = SCALE_BYTES + ZERO_BYTES;
 constexpr int WORKERS = 128 * GROUPS;
-constexpr int SPLIT = TERMS == 2 ? SPLITTERS : 0;
-constexpr int BLOCKS = TERMS == 2 ? BLOCK_K / 256 : 1;  // of 256 columns, which have one scale
+constexpr int BLOCKS = BLOCK_K / 256;            // of 256 columns, which have one scale
 constexpr int ADDED = KIND == INT4 || GROUP == 128 ? 1 : 2;  // boxes that the tensor cores add up
-constexpr int EACH = SPLIT ? (BLOCKS * BLOCK_T + SPLIT - 1) / SPLIT : 1;
+constexpr int EACH = (BLOCKS * BLOCK_T + SPLITTERS - 1) / SPLITTERS;
 constexpr int TOGETHER = AT_ONCE < EACH ? AT_ONCE : EACH;
-static_assert(!WIDE || KIND == INT4, "boxes of others have 128 columns");
 static_assert(!FETCHED || (KIND == INT4 && GROUP == 128 && SCALES > 0 && SCALE_ROWS == 1), "scales that are fetched");
 constexpr bool AHEAD = BLOCK_T <= 16;           // codes of 4 bits are expanded while those before are multiplied
 constexpr float LOW_TERM = 1.0f / 16.0f;
@@ -55,8 +53,6 @@ constexpr float LOW_TERM = 1.0f / 16.0f;
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define D48 D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define D64 D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FROM_SHARED(shape, sums, a, b, p, ...)                                                \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned." shape  \
                ".f32.e4m3.e4m3 {" sums "}, " a ", " b ", p, 1, 1; }"                          \
@@ -69,20 +65,14 @@ constexpr float LOW_TERM = 1.0f / 16.0f;
 #if KIND == FLOAT8
 INLINE void multiply_rows(float (&d)[SUMS], u64 left, u64 right, int keep) {
   if constexpr (N == 16) FROM_SHARED("m64n16k32", D8, "%8", "%9", "%10", F4(0), F4(4));
-#if TERMS * BLOCK_T >= 32
+#if BLOCK_T >= 16
   if constexpr (N == 32) FROM_SHARED("m64n32k32", D16, "%16", "%17", "%18", F16(0));
 #endif
-#if TERMS * BLOCK_T >= 48
+#if BLOCK_T >= 24
   if constexpr (N == 48) FROM_SHARED("m64n48k32", D24, "%24", "%25", "%26", F16(0), F4(16), F4(20));
 #endif
-#if TERMS * BLOCK_T >= 64
+#if BLOCK_T >= 32
   if constexpr (N == 64) FROM_SHARED("m64n64k32", D32, "%32", "%33", "%34", F16(0), F16(16));
-#endif
-#if TERMS * BLOCK_T >= 96
-  if constexpr (N == 96) FROM_SHARED("m64n96k32", D48, "%48", "%49", "%50", F16(0), F16(16), F16(32));
-#endif
-#if TERMS * BLOCK_T >= 128
-  if constexpr (N == 128) FROM_SHARED("m64n128k32", D64, "%64", "%65", "%66", F16(0), F16(16), F16(32), F16(48));
 #endif
 }
 #else
@@ -97,10 +87,6 @@ INLINE void multiply_rows(float (&d)[SUMS], const u32 (&left)[4], u64 right, int
 #endif
 #if BLOCK_T >= 32
   if constexpr (N == 64) FROM_REGISTERS("m64n64k32", D32, "%32, %33, %34, %35", "%36", "%37", F16(0), F16(16));
-#endif
-#if BLOCK_T >= 64
-  if constexpr (N == 128)
-    FROM_REGISTERS("m64n128k32", D64, "%64, %65, %66, %67", "%68", "%69", F16(0), F16(16), F16(32), F16(48));
 #endif
 }
 #endif
@@ -158,7 +144,7 @@ INLINE u32 shared_byte(u32 at) {
 
 INLINE u32 pair(u16 first, u16 second) { return (u32)first | (u32)second << 16; }
 
-// One warp: 256 columns of COUNT tokens, from bf16 to terms, of `first`, `first` + SPLIT and so on; those from `end` on are not
+// One warp: 256 columns of COUNT tokens, from bf16 to terms, of `first`, `first` + SPLITTERS and so on; those from `end` on are not
 // there. Numbers run over blocks of 256 columns, then over tokens. Where a token's values lie in four boxes of 64 columns, its
 // terms come to lie in two boxes of 128: the upper ones as row `token`, the lower ones as row BLOCK_T + `token`.
 template <int COUNT> INLINE void split_tokens(u32 stage_tokens, int first, int end, Tokens& facts) {
@@ -169,7 +155,7 @@ template <int COUNT> INLINE void split_tokens(u32 stage_tokens, int first, int e
   u16 upper[COUNT][4], lower[COUNT][4];
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const int each = first + i * SPLIT, block = each % BLOCKS, token = each / BLOCKS;
+    const int each = first + i * SPLITTERS, block = each % BLOCKS, token = each / BLOCKS;
     values[i] = {};
     if (each < end)
       values[i] = shared_16(stage_tokens + 2 * block * T_BOX + lane / 8 * (BLOCK_T * 128) + token * 128 +
@@ -205,7 +191,7 @@ template <int COUNT> INLINE void split_tokens(u32 stage_tokens, int first, int e
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
-    const int each = first + i * SPLIT, block = each % BLOCKS, token = each / BLOCKS, turn = token % 8;
+    const int each = first + i * SPLITTERS, block = each % BLOCKS, token = each / BLOCKS, turn = token % 8;
     if (each >= end) break;
     const u32 to = stage_tokens + (2 * block + lane / 16) * T_BOX + token * 128;
     if (KIND == INT4) {
@@ -233,14 +219,13 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
+__launch_bounds__(WORKERS + 32 * SPLITTERS + 32) terms(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales_map,
-    const __grid_constant__ TensorMap zeros_map, const float* x_scales, const u16* bias,
-    u16* out, float* partial, int* counters, int T, int out_stride, int per_chunk, int total, int k_steps,
+    const __grid_constant__ TensorMap zeros_map, const u16* bias, u16* out, float* partial, int* counters, int T, int out_stride, int per_chunk, int total, int k_steps,
     const __grid_constant__ Coded coded) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[4 * STAGES];
-  __shared__ Tokens facts[TERMS == 2 ? STAGES : 1];
+  __shared__ Tokens facts[STAGES];
   __shared__ int arrived;
   let_kernel_after_start();
   const u32 stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
@@ -250,7 +235,7 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4 * GROUPS);
-      barrier_init(split + 8 * i, SPLIT ? SPLIT : 1);
+      barrier_init(split + 8 * i, SPLITTERS);
       barrier_init(came + 8 * i, 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -266,12 +251,12 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
   int tile = start / k_steps, k = (start - tile * k_steps) * BLOCK_K;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (warp == 4 * GROUPS + SPLIT) {
+  if (warp == 4 * GROUPS + SPLITTERS) {
     if (lane > 0) return;
     const u64 once = held_shorter(), often = held_longer();
     auto ask_weight = [&](int slot) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-      barrier_expect(barrier, W_BYTES + BESIDES_BYTES + (TERMS == 2 ? 0 : BOXES * T_BOX));
+      barrier_expect(barrier, W_BYTES + BESIDES_BYTES);
 #pragma unroll
       for (int box = 0; box < BLOCK_K / W_BOX_COLUMNS; box++)
         fetch_held(to + box * W_BOX, weight, (k + W_BOX_COLUMNS * box) / (HALF_BYTES ? 2 : 1), tile * BLOCK_N, barrier, once);
@@ -282,11 +267,11 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 #endif
     };
     auto ask_x = [&](int slot, int column) {
-      const u32 to = stages + slot * STAGE_BYTES + W_BYTES, barrier = (TERMS == 2 ? came : full) + 8 * slot;
-      if (TERMS == 2) barrier_expect(barrier, BOXES * T_BOX);
+      const u32 to = stages + slot * STAGE_BYTES + W_BYTES, barrier = came + 8 * slot;
+      barrier_expect(barrier, BOXES * T_BOX);
 #pragma unroll
-      for (int box = 0; box < TERMS * BOXES; box++)
-        fetch_held(to + box * (BLOCK_T * 128), x, column + 128 / TERMS * box, 0, barrier, often);
+      for (int box = 0; box < 2 * BOXES; box++)
+        fetch_held(to + box * (BLOCK_T * 128), x, column + 64 * box, 0, barrier, often);
     };
     auto advance = [&] {
       k += BLOCK_K;
@@ -305,9 +290,8 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     u32 parity = 0;
     for (int i = early; i < steps; i++, advance()) {
       barrier_wait(empty + 8 * slot, parity);
-      if (TERMS == 2) ask_x(slot, k);
+      ask_x(slot, k);
       ask_weight(slot);
-      if (TERMS == 1) ask_x(slot, k);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
     return;
@@ -315,13 +299,12 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
 
   int slot = 0;
   u32 parity = 0;
-#if TERMS == 2
   if (warp >= 4 * GROUPS) {
     for (int i = 0; i < steps; i++) {
       barrier_wait(came + 8 * slot, parity);
       const u32 tokens = stages + slot * STAGE_BYTES + W_BYTES;
-      for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += TOGETHER * SPLIT) {
-        if (TOGETHER > 1 && each + SPLIT < BLOCKS * T)
+      for (int each = warp - 4 * GROUPS; each < BLOCKS * T; each += TOGETHER * SPLITTERS) {
+        if (TOGETHER > 1 && each + SPLITTERS < BLOCKS * T)
           split_tokens<TOGETHER>(tokens, each, BLOCKS * T, facts[slot]);
         else
           split_tokens<1>(tokens, each, BLOCKS * T, facts[slot]);
@@ -333,7 +316,6 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
     }
     return;
   }
-#endif
 
   const int own_row = warp * 16 + lane / 4;
   int k_step = k / BLOCK_K;
@@ -357,8 +339,8 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
   // A thread has 16 bytes of each of its rows of a box. Byte j of 64 columns has column j in its low half, j + 32 in its high
   // half: thread q of four has bytes 16 q .. 16 q + 15, and gives four of them, both halves, to a step of the tensor cores.
   auto codes_of = [&](u32 (&codes)[4][4], u32 from, int box) {
-    const u32 at = from + (WIDE ? box / 2 : box) * W_BOX;
-    const int chunk = WIDE ? (box % 2 * 4 + lane % 4) ^ (lane / 4) : lane % 4;
+    const u32 at = from + (FETCHED ? box / 2 : box) * W_BOX;
+    const int chunk = FETCHED ? (box % 2 * 4 + lane % 4) ^ (lane / 4) : lane % 4;
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
       const uint4 bytes = shared_16(at + (own_row + 8 * lower) * W_LINE + chunk * 16);
@@ -375,7 +357,6 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
   for (int done = 0; done < steps; tile++, k_step = 0) {
     const int here = min(k_steps - k_step, steps - done);
     float value[VALUES];
-#if TERMS == 2
 #pragma unroll
     for (int r = 0; r < VALUES; r++) value[r] = 0.0f;
     for (int i = 0; i < here; i++) {
@@ -469,27 +450,6 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       if (lane == 0) barrier_arrive(empty + 8 * slot);
       if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-#else
-    int before = slot;
-    for (int i = 0; i < here; i++) {
-      barrier_wait(full + 8 * slot, parity);
-      const u32 from = stages + slot * STAGE_BYTES;
-      products_begin();
-#pragma unroll
-      for (int box = 0; box < BOXES; box++)
-#pragma unroll
-        for (int part = 0; part < 4; part++)
-          multiply_rows(value, operand(from + box * W_BOX + warp / 4 * 64 * 128) + 2 * part,
-                        operand(from + W_BYTES + box * T_BOX) + 2 * part, i | box | part);
-      products_commit();
-      products_wait<1>();
-      if (i > 0 && lane == 0) barrier_arrive(empty + 8 * before);
-      before = slot;
-      if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-    products_wait<0>();
-    if (lane == 0) barrier_arrive(empty + 8 * before);
-#endif
     done += here;
 
     const int row = tile * BLOCK_N + own_row;
@@ -498,7 +458,6 @@ __launch_bounds__(WORKERS + 32 * SPLIT + 32) terms(
       const int token = eight * 8 + lane % 4 * 2 + (r & 1), n = row + (r & 2) * 4;
       if (token >= T) return;
       float result = sum * last_scales[r / 2 % 2];
-      if (TERMS == 1) result *= __ldcg(x_scales + token);
       if (bias) result += __uint_as_float((u32)bias[n] << 16);
       out[(u64)token * out_stride + n] = narrow(result);
     };

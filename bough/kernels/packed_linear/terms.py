@@ -1,12 +1,13 @@
 """Tokens and a weight in codes on Hopper's tensor cores for 8-bit floats (`terms.cu`): codes are not widened, and a token is
-split into two e4m3 terms that add up to it, or comes rounded to one."""
+split into two e4m3 terms that add up to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from bough.kernels.cuda_source import (
     runs_on,
     tensor_map,
 )
-from bough.kernels.launching import cdiv, num_sms, power_of_two
+from bough.kernels.launching import cdiv, num_sms
 from bough.kernels.linear.skinny import SCRATCH
 from bough.kernels.packed_linear.decode import DeviceCodes
 from bough.kernels.packed_linear.hopper import besides_codes, form_of
@@ -33,8 +34,10 @@ _SHARED_BYTES: Final = 225 << 10
 """Of a multiprocessor, for all blocks on it."""
 _BESIDES: Final = 5120
 """Bytes that a block takes besides its stages, at most."""
-MOST_ROUNDED: Final = 96
-"""Tokens that come rounded, at most."""
+_MOST_STAGES: Final = 8
+_ANY: Final = 1 << 62
+_FEW_VALUES: Final = 32 << 20
+"""Of a weight that is read so fast that the ends of a launch show: 4096 x 4096 and 6144 x 4096, not 4096 x 14336."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +49,25 @@ class TermsCut:
     block_k: int
     programs_per_sm: int
     splitters: int = 3
-    """Warps that split tokens: with the one that feeds the ring a warpgroup, or two. None if tokens come rounded."""
-    most_stages: int = 8
-    at_once: int = 1
+    """Warps that split tokens: with the one that feeds the ring, one to four warpgroups."""
+    at_once: int = 4
     """Tokens that a warp splits together."""
     cluster: int = 1
     """Blocks that share a tile's columns, if above 1: their sums meet in shared memory."""
-    wide: bool = False
-    """Boxes of 4-bit codes have 256 columns."""
     fetched: bool = False
-    """Scales and zero points of 4-bit codes come through the copy engine."""
-    overlapped: bool = False
-    """4-bit codes are multiplied while sums of others are scaled."""
+    """Scales and zero points of 4-bit codes come through the copy engine, and boxes of codes have 256 columns."""
 
     @property
     def block_n(self) -> int:
         return _ROWS * self.groups
 
-    @property
-    def terms(self) -> int:
-        return 2 if self.splitters else 1
-
     def stage_bytes(self, block_t: int, form: CodeForm) -> int:
-        return self.block_k * (self.block_n * form.box_bytes // 128 + self.terms * block_t)
+        return self.block_k * (self.block_n * form.box_bytes // 128 + 2 * block_t)
 
     def stages(self, block_t: int, form: CodeForm) -> int:
         """As many as there is room for."""
         room = _SHARED_BYTES // self.programs_per_sm - _BESIDES
-        return min(self.most_stages, room // (self.stage_bytes(block_t, form) + self.besides_bytes(form)))
+        return min(_MOST_STAGES, room // (self.stage_bytes(block_t, form) + self.besides_bytes(form)))
 
     def besides_bytes(self, form: CodeForm) -> int:
         """What scales and zero points take of a stage."""
@@ -86,43 +80,87 @@ class TermsCut:
         return not self.fetched or (form.group > 0 and form.scale_type > 0 and form.scale_rows == 1)
 
 
-CUTS: Final[dict[str, dict[int, tuple[TermsCut, ...]]]] = {
-    "float8": {
-        2: (TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
-        8: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2, 7)),
-        24: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2, 7)),
-    },
-    "float8 in blocks": {
-        2: (TermsCut(2, 256, 1), TermsCut(1, 256, 2)),
-        8: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2, 7)),
-    },
-    "int4": {4: (TermsCut(1, 512, 2), TermsCut(1, 256, 2))},
-    "int4 with zeros": {
-        4: (TermsCut(1, 512, 2), TermsCut(1, 256, 2)),
-        8: (),
-        16: (TermsCut(2, 256, 1, 7), TermsCut(1, 256, 2, 7)),
-    },
+class TermsRule(NamedTuple):
+    """What a cut is for: products of at most these sizes."""
+
+    tokens: int
+    rows: int
+    values: int
+    """Of the weight."""
+    cut: TermsCut
+
+
+RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
+    "float8": (
+        TermsRule(8, 3072, _ANY, TermsCut(1, 256, 2, 7, cluster=4)),
+        TermsRule(8, 6144, _ANY, TermsCut(1, 256, 2, 7, cluster=2)),
+        TermsRule(8, _ANY, _ANY, TermsCut(2, 256, 1, 7)),
+        TermsRule(8, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
+        TermsRule(32, 3072, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=8)),
+        TermsRule(32, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4)),
+        TermsRule(24, _ANY, _ANY, TermsCut(2, 256, 1, 15)),
+        TermsRule(24, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
+        TermsRule(32, _ANY, _ANY, TermsCut(2, 256, 1, 11)),
+    ),
+    "float8 in blocks": (
+        TermsRule(2, _ANY, _ANY, TermsCut(2, 256, 1, 3, at_once=1)),
+        TermsRule(2, _ANY, _ANY, TermsCut(1, 256, 2, 3, at_once=1)),
+        TermsRule(8, _ANY, _ANY, TermsCut(2, 256, 1, 7, at_once=1)),
+        TermsRule(8, _ANY, _ANY, TermsCut(1, 256, 2, 7, at_once=1)),
+    ),
+    "int4": (
+        TermsRule(16, 3072, _FEW_VALUES, TermsCut(2, 256, 1, 7, cluster=4, fetched=True)),
+        TermsRule(16, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4, fetched=True)),
+        TermsRule(1, _ANY, _ANY, TermsCut(1, 512, 2, 3, fetched=True)),
+        TermsRule(8, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
+        TermsRule(16, _ANY, _ANY, TermsCut(4, 512, 1, 7, fetched=True)),
+        TermsRule(16, _ANY, _ANY, TermsCut(2, 512, 1, 7, fetched=True)),
+        TermsRule(32, _ANY, _FEW_VALUES, TermsCut(2, 256, 1, 7, fetched=True)),
+        TermsRule(32, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
+        TermsRule(4, _ANY, _ANY, TermsCut(1, 512, 2, 3)),
+        TermsRule(4, _ANY, _ANY, TermsCut(1, 256, 2, 3)),
+    ),
+    "int4 with zeros": (
+        TermsRule(8, _ANY, _ANY, TermsCut(4, 512, 1, 7, fetched=True)),
+        TermsRule(8, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
+        TermsRule(16, _ANY, _ANY, TermsCut(2, 512, 1, 7, fetched=True)),
+        TermsRule(16, _ANY, _ANY, TermsCut(2, 256, 1, 7, fetched=True)),
+    ),
 }
-"""By form and tokens at most, what is tried in turn, since a weight must have whole tiles. With more tokens, splitting takes
-longer than widening codes does. An H200 takes for four of a Llama's weights (the ring of `hopper`): e4m3 67 us with a token
-(72), 76 with 16 (79), 89 with 24 (89), and with 32 more than the ring's 91; in blocks 69 (75); INT4 55 (62), with
-zero points 83 with 16 (96), and without them more than the ring's 70."""
-ROUNDED_CUTS: Final = (TermsCut(2, 128, 1, 0), TermsCut(1, 128, 1, 0))
-"""The same for tokens that come rounded: with 48 and 96 tokens 85 and 100 us (the vendor's library: 102), with 128 tokens
-128 us."""
+"""By form, the first rule that a product is within and whose cut takes the weight; without one, the ring of `hopper` is
+faster. Clusters are for weights of few rows, whose tiles are too few for all multiprocessors; all of them run at once. e4m3
+in blocks was measured earlier, splitting a token at a time. us on an H200 with the norm or activation before the product,
+of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and of what served them before:
+
+e4m3, 4 tokens: 10.1, 9.0, 34.1, 18.7 (13.3, 10.0, 34.4, 19.9)
+e4m3, 24 tokens: 12.8, 10.4, 38.0, 23.0 (16.2, 13.3, 42.3, 26.5)
+e4m3, 32 tokens: 13.7, 12.1, 40.4, 25.4 (15.7, 13.4, 45.2, 25.8)
+INT4, 1 token: 8.8, 6.9, 22.0, 13.7 (10.2, 7.7, 26.1, 15.5)
+INT4, 16 tokens: 11.2, 9.5, 28.9, 19.8 (13.5, 11.7, 33.4, 21.2)
+INT4, 32 tokens: 17.6, 13.4, 41.7, 28.1 (18.3, 15.2, 43.2, 28.3)
+"""
 
 
 def form_name(weight: DeviceCodes) -> str:
-    """The key of `CUTS` for a weight."""
+    """The key of `RULES` for a weight."""
     if weight.kind == "float8":
         return "float8 in blocks" if weight.group else "float8"
     return weight.kind if weight.zeros is None else f"{weight.kind} with zeros"
 
 
+def cuts_of(tokens: int, weight: DeviceCodes, form: CodeForm) -> Iterator[TermsCut]:
+    """What serves so many tokens, the first one first."""
+    rows, depth = weight.num_rows, weight.cols
+    for rule in RULES.get(form_name(weight), ()):
+        within = 0 < tokens <= rule.tokens and rows <= rule.rows and rows * depth <= rule.values
+        if within and rule.cut.takes(rows, depth, form):
+            yield rule.cut
+
+
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
-    load = partial(_kernel, device, CUTS["float8"][2][0], 8, CodeForm(kind=1))
+    load = partial(_kernel, device, RULES["float8"][0].cut, 8, CodeForm(kind=1))
     return runs_on(device, load, "quantised weights are widened")
 
 
@@ -130,8 +168,8 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
     """The kernel's machine code. Needs no device."""
     defines = {
         "BLOCK_T": block_t, "BLOCK_K": cut.block_k, "GROUPS": cut.groups, "STAGES": cut.stages(block_t, form),
-        "TERMS": cut.terms, "SPLITTERS": cut.splitters, "AT_ONCE": cut.at_once, "CLUSTER": cut.cluster,
-        "WIDE": int(cut.wide), "FETCHED": int(cut.fetched), "OVERLAPPED": int(cut.overlapped), **form.defines(),
+        "SPLITTERS": cut.splitters, "AT_ONCE": cut.at_once, "CLUSTER": cut.cluster, "FETCHED": int(cut.fetched),
+        **form.defines(),
     }  # fmt: skip
     return cached_cubin(_SOURCE, "sm_90a", defines)
 
@@ -146,48 +184,28 @@ def _kernel(device: torch.device, cut: TermsCut, block_t: int, form: CodeForm) -
 def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
     """How the product of tokens in bf16 is cut; None: the kernel can't serve it."""
     tokens, depth = x_TD.shape
-    cuts = next((cuts for most, cuts in CUTS.get(form_name(weight), {}).items() if 0 < tokens <= most), ())
-    if not cuts or depth != weight.cols or x_TD.dtype != torch.bfloat16 or not can_map(x_TD):
+    if depth != weight.cols or x_TD.dtype != torch.bfloat16 or not can_map(x_TD):
         return None
-    return _fitting(cuts, weight, bias_O, out_TO)
-
-
-def rounded_cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
-    """The same of tokens in e4m3, which must be contiguous."""
-    if not 0 < tokens <= MOST_ROUNDED or weight.kind != "float8" or weight.group != 0:
-        return None
-    return _fitting(ROUNDED_CUTS, weight, bias_O, out_TO)
-
-
-def _fitting(cuts: tuple[TermsCut, ...], weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> TermsCut | None:
     if out_TO.dtype != torch.bfloat16 or (bias_O is not None and bias_O.dtype != torch.bfloat16):
         return None
     form = form_of(weight)
     if form is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
         return None
-    return next((cut for cut in cuts if cut.takes(weight.num_rows, weight.cols, form)), None)
+    return next(cuts_of(tokens, weight, form), None)
 
 
 def block_of(tokens: int) -> int:
     """Tokens of a block, each of two terms, for so many."""
-    return cdiv(tokens, 8) * 8 if tokens <= 32 else power_of_two(tokens)
+    return cdiv(tokens, 8) * 8
 
 
-def multiply_terms(
-    x_TD: Tensor,
-    weight: DeviceCodes,
-    bias_O: Tensor | None,
-    out_TO: Tensor,
-    cut: TermsCut,
-    scale_T: Tensor | None = None,
-) -> None:
-    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous; `cut` is `cut_for` it. With `scale_T`, float32, x is
-    e4m3, and `cut` is `rounded_cut_for` it."""
+def multiply_terms(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor, cut: TermsCut) -> None:
+    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous; `cut` is `cut_for` it."""
     tokens, depth = x_TD.shape
     device, rows = x_TD.device, weight.num_rows
     form = form_of(weight)
     assert form is not None
-    block_t = block_of(tokens) if scale_T is None else max(64, cdiv(tokens, 32) * 32)
+    block_t = block_of(tokens)
     k_steps, tiles = depth // cut.block_k, rows // cut.block_n
     total = tiles * k_steps
     if cut.cluster > 1:
@@ -197,7 +215,7 @@ def multiply_terms(
         per_chunk = cdiv(total, num_sms(device) * cut.programs_per_sm)
         programs = cdiv(total, per_chunk)
         partial, counters = SCRATCH.get(device, 2 * programs * cut.block_n * block_t, tiles)
-    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES and not cut.wide else None
+    width = form.box_bytes if form.box_bytes < SWIZZLED_BYTES and not cut.fetched else None
     codes = tensor_map(weight.codes, cut.block_n, width)
     scales = zeros = codes  # stand in
     if cut.fetched:
@@ -205,7 +223,7 @@ def multiply_terms(
         scales = tensor_map(weight.scales, boxes, cut.block_n)
         zeros = scales if weight.zeros is None else tensor_map(weight.zeros, boxes, cut.block_n)
     arguments = (
-        tensor_map(x_TD, block_t), codes, scales, zeros, scale_T, bias_O, out_TO, partial, counters,
-        tokens, out_TO.stride(0), per_chunk, total, k_steps, besides_codes(weight),
+        tensor_map(x_TD, block_t), codes, scales, zeros, bias_O, out_TO, partial, counters, tokens,
+        out_TO.stride(0), per_chunk, total, k_steps, besides_codes(weight),
     )  # fmt: skip
     _kernel(device, cut, block_t, form).launch(programs, arguments, current_stream(device))

@@ -49,14 +49,13 @@ def codes_of(form: str, rows: int, depth: int) -> Codes:
 
 def ways_of(weight: PackedWeight, tokens: int) -> Iterator[Callable[..., None]]:
     """Products with the weight, of up to `tokens` tokens: by the ring and in terms, in every cut."""
-    rows, depth = weight.shape
     block = max(8, 1 << (tokens - 1).bit_length())
     for ring in hopper._CUTS[weight.handle.kind].get(block, ()):
         yield partial(hopper.multiply_codes, cut=ring)
-    by_tokens = terms.CUTS[terms.form_name(weight.handle)]
-    for cut in next((cuts for most, cuts in by_tokens.items() if tokens <= most), ()):
-        if rows % cut.block_n == depth % cut.block_k == 0:
-            yield partial(terms.multiply_terms, cut=cut)
+    form = hopper.form_of(weight.handle)
+    assert form is not None
+    for cut in terms.cuts_of(tokens, weight.handle, form):
+        yield partial(terms.multiply_terms, cut=cut)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -106,7 +105,7 @@ def test_terms_keep_tokens_of_any_size(form: str, how: str) -> None:
 
 def test_rounded_tokens_agree_with_the_library() -> None:
     torch.manual_seed(random.SystemRandom().randrange(2**31))
-    for rows, depth in ((192, 512), (1024, 14336)):
+    for rows, depth in ((192, 512), (1024, 14336), (4096, 6144)):
         codes = codes_of("float8 rows", rows, depth)
         exact, weight = packed.pack_codes(codes), packed.pack_codes(replace(codes, inputs=Inputs("float8")))
         for tokens in (33, 64, 65, 100, 128, 200):
@@ -121,7 +120,7 @@ def test_rounded_tokens_agree_with_the_library() -> None:
             assert float((found[0].double() - expected).norm() / expected.norm()) < 1e-2, (rows, depth, tokens)
 
 
-@pytest.mark.parametrize("tokens", [33, 100, 128, 200, 256])
+@pytest.mark.parametrize("tokens", [33, 64, 77, 100, 128, 160, 200])
 def test_clusters_agree_with_double_precision(tokens: int) -> None:
     """Every way to share a tile's columns and tokens, also where columns are no multiple of the blocks."""
     torch.manual_seed(random.SystemRandom().randrange(2**31))
@@ -131,7 +130,7 @@ def test_clusters_agree_with_double_precision(tokens: int) -> None:
         values, scales = round_rows(torch.randn(tokens, depth, dtype=torch.bfloat16, device="cuda"))
         bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda")
         expected = values.double() * scales.double()[:, None] @ dense.t() + bias.double()
-        for cut in rounded.cuts_of(tokens, rows, depth):
+        for cut in {rule.cut for rule in rounded.RULES if tokens <= rule.tokens and rule.cut.takes(rows, depth)}:
             outs = []
             for _ in range(2):
                 wide = torch.full((tokens, rows + 3), 7.0, dtype=torch.bfloat16, device="cuda")
