@@ -1,9 +1,9 @@
-"""Products with packed weights of every format on a GPU: three of a Llama's weights, and a layer of experts."""
+"""Products with packed weights on a GPU: every format with three of a Llama's weights, each product of a layer, experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from bough.kernels.linear.tuning import time_us
 from bough.kernels.moe import fused_experts
 from bough.kernels.packed_linear import PackedWeight, pack, pack_codes, packed_linear
+from bough.kernels.packed_linear.codes import Inputs
 from bough.kernels.packed_linear.weight import FORMATS
 from bough.kernels.packed_moe import pack_experts, packed_experts
 from bough.quantization.formats import Four, Gptq, Online, WeightFormat
@@ -20,6 +21,13 @@ from bough.quantization.quantise import quantise
 
 SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
 """Of Llama-3.1-8B: queries, keys and values; gate and up; down."""
+PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""All of a layer's."""
+NEIGHBOURS = {"5120x5120": (5120, 5120), "3072x8192": (3072, 8192), "2048x6144": (2048, 6144)}
+"""Weights of few rows that are not Llama's."""
+PRODUCT_TOKENS = {"FP8": (1, 4, 16, 24, 32), "FP8 rounded": (48, 64, 100, 128, 160, 200), "INT4": (1, 4, 8, 16, 24, 32)}
+_READ_BYTES = 260_000_000
+"""Of weights that take turns, so that none is in a cache when its turn comes."""
 CODED: dict[str, WeightFormat] = {
     "FP8 channel": Online("fp8"),
     "FP8 block": Online("fp8_block"),
@@ -62,6 +70,22 @@ def dense(device: torch.device) -> Iterator[TimedProduct]:
                 time_us([partial(packed_linear, _x(tokens, weight.cols, device), weight)] * 8) for weight in weights
             )
             yield TimedProduct(f"{name} T={tokens}", us, read, plain[tokens])
+
+
+def products(device: torch.device) -> Iterator[TimedProduct]:
+    """Each product alone, with as many weights taking turns as no cache holds; "rounded": activations may be."""
+    for name, shape in (PRODUCTS | NEIGHBOURS).items():
+        for form, tokens_of in PRODUCT_TOKENS.items():
+            codes = quantise(Gptq(4, 128) if form == "INT4" else Online("fp8"), torch.randn(*shape, device=device) / 50)
+            codes = replace(codes, inputs=Inputs("float8") if form == "FP8 rounded" else None)
+            if form == "INT4":
+                codes = replace(codes, scale_OG=codes.scale_OG.half())  # as checkpoints have them
+            first = pack_codes(codes)
+            weights = [first] + [pack_codes(codes) for _ in range(max(2, _READ_BYTES // first.num_bytes))]
+            for tokens in tokens_of:
+                x = _x(tokens, shape[1], device)
+                us = time_us([partial(packed_linear, x, weight, exact=form == "FP8") for weight in weights])
+                yield TimedProduct(f"{form} {name} T={tokens}", us, first.num_bytes, _plain_us(shape, tokens, device))
 
 
 def experts(device: torch.device) -> Iterator[TimedProduct]:

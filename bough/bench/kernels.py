@@ -427,9 +427,9 @@ def bench_experts() -> Report:
 
 
 def bench_packed() -> Report:
-    from bough.bench.kernel_packed import dense, experts
+    from bough.bench.kernel_packed import dense, experts, products
 
-    for timed in chain(dense(cuda()), experts(cuda())):
+    for timed in chain(dense(cuda()), products(cuda()), experts(cuda())):
         yield Row("packed", timed.case, timed.us, timed.num_bytes / BANDWIDTH * 1e6, timed.plain_us)
 
 

@@ -21,7 +21,7 @@
 
 static_assert(KIND == FLOAT8 || KIND == INT4, "what is multiplied here");
 
-// A box of 4-bit codes is multiplied while the sums of the one before are scaled: that pays where blocks have few steps.
+// A box of 4-bit codes is multiplied while the sums of the one before are scaled. Outside clusters that is mostly slower.
 #define OVERLAPPED (FETCHED && CLUSTER > 1 && BLOCK_T == 8)
 
 constexpr int N = 2 * BLOCK_T;                  // columns of the tensor cores' product
