@@ -45,7 +45,7 @@ def weight_of(rows: int, depth: int) -> PackedWeight:
 
 
 @pytest.mark.parametrize("count", [40, 100, 128])
-@pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (3200, 512)])
+@pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (3328, 512)])
 def test_blocks_cover_a_weight_once(
     rows: int, depth: int, count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

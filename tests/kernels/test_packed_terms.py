@@ -130,14 +130,18 @@ def test_large_weights_are_not_cut_as_small_ones(
     assert not launched
 
 
-def test_scales_that_are_not_fetched(launched: list[dict[str, Any]]) -> None:
-    """Scales of rows, and float32 ones, have cuts of their own with few tokens, and none with more."""
-    codes = torch.zeros(512, 2048, dtype=torch.uint8)
-    for scales, group in ((torch.ones(512, 1), 2048), (torch.ones(512, 16), 128)):
-        weight = packed.pack_codes(Codes("int4", codes, scales, group)).handle
-        out = torch.empty(5, 512, dtype=torch.bfloat16)
-        assert terms.cut_for(tokens_of(4), weight, None, out[:4]) == terms.TermsCut(1, 512, 2, 3)
-        assert terms.cut_for(tokens_of(5), weight, None, out) is None
+@pytest.mark.parametrize("group", [128, 2048])
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_scales_that_are_not_fetched(with_zeros: bool, group: int, launched: list[dict[str, Any]]) -> None:
+    """Scales of rows, and float32 ones, have cuts of their own."""
+    values, scales = torch.zeros(512, 2048, dtype=torch.uint8), torch.ones(512, 2048 // group)
+    zeros = torch.zeros_like(scales, dtype=torch.uint8) if with_zeros else None
+    weight = packed.pack_codes(Codes("int4", values, scales, group, zero_OG=zeros)).handle
+    for tokens, is_taken in ((4, True), (16, True), (32, not with_zeros), (33, False)):
+        out = torch.empty(tokens, 512, dtype=torch.bfloat16)
+        cut = terms.cut_for(tokens_of(tokens), weight, None, out)
+        assert (cut is not None) == is_taken, tokens
+        assert cut is None or not cut.fetched
     assert not launched
 
 
@@ -161,15 +165,14 @@ def test_every_rule_can_be_reached(launched: list[dict[str, Any]]) -> None:
             form = form_of(weight)
             assert form is not None
             found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 33)}
-        if kind == "int4":
-            rows_only = packed.pack_codes(
-                Codes("int4", torch.zeros(512, 768, dtype=torch.uint8), torch.ones(512, 1), 768)
-            )
-            wide = packed.pack_codes(Codes("int4", torch.zeros(512, 512, dtype=torch.uint8), torch.ones(512, 1), 512))
-            for weight in (rows_only.handle, wide.handle):
+        if kind.startswith("int4"):
+            for rows, depth in ((512, 512), (512, 768), (704, 512), (704, 768)):
+                values, zeros = (torch.zeros(rows, width, dtype=torch.uint8) for width in (depth, 1))
+                codes = Codes("int4", values, torch.ones(rows, 1), depth, zero_OG=zeros if "zeros" in kind else None)
+                weight = packed.pack_codes(codes).handle
                 form = form_of(weight)
                 assert form is not None
-                found |= {next(terms.cuts_of(1, weight, form), None)}
+                found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 33)}
         assert {rule.cut for rule in rules} <= found, kind
     assert not launched
 

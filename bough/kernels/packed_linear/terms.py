@@ -119,17 +119,24 @@ RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
         TermsRule(32, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
         TermsRule(4, _ANY, _ANY, TermsCut(1, 512, 2, 3)),
         TermsRule(4, _ANY, _ANY, TermsCut(1, 256, 2, 3)),
+        TermsRule(16, _ANY, _ANY, TermsCut(4, 512, 1, 7)),
+        TermsRule(32, _ANY, _ANY, TermsCut(4, 256, 1, 7)),
     ),
     "int4 with zeros": (
         TermsRule(8, _ANY, _ANY, TermsCut(4, 512, 1, 7, fetched=True)),
         TermsRule(8, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
         TermsRule(16, _ANY, _ANY, TermsCut(2, 512, 1, 7, fetched=True)),
         TermsRule(16, _ANY, _ANY, TermsCut(2, 256, 1, 7, fetched=True)),
+        TermsRule(4, _ANY, _ANY, TermsCut(1, 512, 2, 3, at_once=1)),
+        TermsRule(4, _ANY, _ANY, TermsCut(1, 256, 2, 3, at_once=1)),
+        TermsRule(16, _ANY, _ANY, TermsCut(2, 256, 1, 7, at_once=1)),
+        TermsRule(16, _ANY, _ANY, TermsCut(1, 256, 2, 7, at_once=1)),
     ),
 }
 """By form, the first rule that a product is within and whose cut takes the weight; without one, the ring of `hopper` is
 faster. Clusters are for weights of few rows, whose tiles are too few for all multiprocessors; all of them run at once. e4m3
-in blocks was measured earlier, splitting a token at a time. us on an H200 with the norm or activation before the product,
+in blocks, and zero points with scales in float32, which can't be fetched, were measured earlier, splitting a token at a
+time. us on an H200 with the norm or activation before the product,
 of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and of what served them before:
 
 e4m3, 4 tokens: 10.1, 9.0, 34.1, 18.7 (13.3, 10.0, 34.4, 19.9)
