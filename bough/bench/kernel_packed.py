@@ -78,8 +78,6 @@ def products(device: torch.device) -> Iterator[TimedProduct]:
         for form, tokens_of in PRODUCT_TOKENS.items():
             codes = quantise(Gptq(4, 128) if form == "INT4" else Online("fp8"), torch.randn(*shape, device=device) / 50)
             codes = replace(codes, inputs=Inputs("float8") if form == "FP8 rounded" else None)
-            if form == "INT4":
-                codes = replace(codes, scale_OG=codes.scale_OG.half())  # as checkpoints have them
             first = pack_codes(codes)
             weights = [first] + [pack_codes(codes) for _ in range(max(2, _READ_BYTES // first.num_bytes))]
             for tokens in tokens_of:

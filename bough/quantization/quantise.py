@@ -4,6 +4,7 @@ measure of better methods."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -57,7 +58,8 @@ def quantise(form: WeightFormat, weight_OD: Tensor) -> Codes:
         case Awq():
             return quantise_ints(weight, 4, _fitting(form.group, weight), symmetric=not form.zeros)
         case Gptq():
-            return quantise_ints(weight, form.bits, _fitting(form.group, weight), symmetric=form.symmetric)
+            codes = quantise_ints(weight, form.bits, _fitting(form.group, weight), symmetric=form.symmetric)
+            return replace(codes, scale_OG=codes.scale_OG.half())  # as checkpoints store them
         case PackedInts():
             return quantise_ints(
                 weight, form.bits, _fitting(form.group, weight), symmetric=form.symmetric, inputs=_inputs(form.inputs)
