@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 GROUPS = [
     "norm,activation,rotary",
-    "linear,moe,grouping",
+    "linear,lora,moe,grouping",
     "packed,packed_moe,gguf",
     "attention,shared,tail,latent,sparse,rope,segments",
     "sampling,masks,pages,start,end,tree,plan,states",
