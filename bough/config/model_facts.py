@@ -7,9 +7,10 @@ Each model file has a `read(config)` that fills these; the helpers it uses are i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from bough.config.adapter_facts import AdapterFacts
 from bough.config.encoder_facts import EncoderFacts
 from bough.config.media_facts import TowerFacts
 from bough.config.rope_facts import RopeFacts
@@ -419,15 +420,27 @@ class LayerFacts:
     ffn: FeedForward | None
     kv_from: int | None = None
     """The earlier layer whose keys and values this one reads instead of its own; None: it has its own."""
+    adapter_ranks: int = 0
+    """Of all adapters of its matrices together."""
 
     def num_parameters(self, hidden: int) -> int:
-        """Weights of the mixers and of the feed-forward block."""
+        """Weights of the mixers and of the feed-forward block, and of adapters."""
         total = 0 if self.ffn is None else self.ffn.num_parameters(hidden)
         for mixer in self.mixers:
             if isinstance(mixer, Gqa):
                 total += mixer.num_parameters(hidden, own_kv=self.kv_from is None)
             else:
                 total += mixer.num_parameters(hidden)
+        return total + self.adapter_ranks * self._adapted_widths(hidden)
+
+    def _adapted_widths(self, hidden: int) -> int:
+        """Inputs and outputs of the matrices that have adapters."""
+        total = 0
+        if isinstance(self.ffn, Dense):
+            total += 2 * hidden + (self.ffn.gated + 2) * self.ffn.intermediate
+        for mixer in self.mixers:
+            if isinstance(mixer, Gqa):
+                total += 2 * hidden + mixer.projected + mixer.num_heads * mixer.value_dim
         return total
 
     @property
@@ -528,6 +541,8 @@ class ModelFacts:
     """Facts of BERT-like encoders; None for decoders."""
     tower: TowerFacts | None = None
     """The media encoder; None: the model takes text only, or is served for text only."""
+    adapters: tuple[AdapterFacts, ...] = ()
+    """That the checkpoint brings, of attention and feed-forward blocks of all layers (`LayerFacts.adapter_ranks`)."""
     per_layer: PerLayerInputs | None = None
     altup: AltUp | None = None
     deepstack: int = 0
@@ -538,6 +553,12 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def with_adapters(self, adapters: tuple[AdapterFacts, ...]) -> ModelFacts:
+        """The same model with adapters."""
+        ranks = sum(each.rank for each in adapters)
+        layers = tuple(replace(layer, adapter_ranks=ranks) for layer in self.layers)
+        return replace(self, adapters=adapters, layers=layers)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -45,6 +45,11 @@ def media_namespace(namespace: str, content: bytes) -> str:
     return f"{namespace}\1{content.hex()}"
 
 
+def adapter_namespace(namespace: str, adapter: int) -> str:
+    """Where prefixes are shared that were computed with the same adapter."""
+    return f"\2{adapter}\2{namespace}" if adapter else namespace
+
+
 def plain_namespace(namespace: str) -> str:
     """The namespace without the session that a join added."""
     return namespace.partition("\0")[0]
@@ -139,6 +144,8 @@ class Generate(Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """The tenant that `rid` belongs to: the name of the client's key; empty where there are no keys."""
     namespace: str = ""
     """Cache namespace: adapter and tenant salt. Prefixes are shared within one only."""
+    adapter: int = 0
+    """The adapter that its tokens are computed with, counted from 1; 0: none. Requests with different ones share no KV."""
     priority: int = 0
     """Larger is more urgent."""
     deadline_s: float = 0.0

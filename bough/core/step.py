@@ -238,6 +238,8 @@ class Step(Struct, kw_only=True):
     """Where a proposer runs, per row: the KV tokens that its pages hold. It may write beyond the row's own within them."""
     following_ids: I32 = _no_rows()
     """Where a proposer runs, per row: the prompt token behind its last query token. 0 where the row samples one."""
+    adapters: I32 = _no_rows()
+    """Per row: its adapter, counted from 1; 0: it has none. Empty: no row has one."""
     media: StepMedia | None = None
     states: StepStates | None = None
 
@@ -371,6 +373,8 @@ class RunnerLimits(Struct, frozen=True, kw_only=True):
     """Places for states beside those of slots; None: no layer keeps a state."""
     media: MediaLimits | None = None
     """None: the model takes text only."""
+    num_adapters: int = 0
+    """Adapters that rows may have."""
 
     @property
     def layout(self) -> KvLayout:

@@ -362,6 +362,7 @@ def make_runner(
         num_snapshots=num_snapshots(running) if facts.state_mixers and pooling is None else None,
         spans=span_costs(backend, specs, bits / 8 or kv_dtype.itemsize) if specs and context is None else None,
         media=media_limits(facts, config, plan),
+        num_adapters=len(facts.adapters),
     )
     sharing_media = same_requests if config.media.mm_enable_dp_encoder else LONE
     encoder = encoder_of(model, limits, DTYPES[config.model.dtype], device, sharing_media)
@@ -471,6 +472,8 @@ def _warm_steps(config: Config, runner: ModelRunner | PoolingRunner, most: int) 
             for tokens, rows in WARM_STEPS
             if rows == tokens and rows * width <= graph_tokens(config) and rows <= most
         ]
+    if runner.limits.num_adapters:
+        steps += [step._replace(adapted=True) for step in steps if step.max_query == step.width]
     return steps
 
 

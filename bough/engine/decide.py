@@ -175,6 +175,21 @@ def _check_cross(config: Config, facts: ModelFacts, pooling: PoolingFacts | None
             )
 
 
+def _check_adapters(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
+    """What rows with adapters can't do yet."""
+    for asked, flag, why in (
+        (config.parallel.attn_dp_size > 1, "--attn-dp-size", "ranks don't say which adapter a gathered token has"),
+        (pooling is not None, "--is-embedding", "steps of models that pool don't carry it"),
+    ):
+        if asked:
+            raise ConfigError(
+                what=f"{flag} does not work with {facts.architecture}",
+                why=f"each of its requests has an adapter of its own, or none; {why}",
+                fix=f"leave {flag} out",
+                param=flag.removeprefix("--").replace("-", "_"),
+            )
+
+
 def _check_deep_features(config: Config, facts: ModelFacts) -> None:
     """Features that a tower adds after some of the first layers are on the first stage alone."""
     first = stage_layers(facts.num_layers, config.parallel.pp_size, 0, Layout.of(config.parallel).stage_sizes)
@@ -209,6 +224,8 @@ def check_servable(config: Config, checkpoint: Checkpoint, facts: ModelFacts, po
         _check_cross(config, facts, pooling)
     if facts.tower is not None:
         _check_deep_features(config, facts)
+    if facts.adapters:
+        _check_adapters(config, facts, pooling)
     stateful = [mixer for mixer in facts.mixers if not isinstance(mixer, Gqa | Mla | Cross)]
     if config.parallel.attn_cp_size > 1 and stateful:
         raise ConfigError(

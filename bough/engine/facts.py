@@ -17,7 +17,7 @@ from bough.config.model_facts import Gqa, ModelFacts, Moe
 from bough.config.resolve_facts import MachineFacts, ModelPlanFacts
 from bough.config.shares import largest_share, rank_state_values, rank_states
 from bough.models.registry import find_architecture
-from bough.models.seeing import TOWER
+from bough.models.seeing import TOWER, is_of_adapter
 from bough.platform import DeviceFacts
 from bough.platform.cpu_dtype import fastest_dtype
 from bough.quantization.readable import rules_for
@@ -155,13 +155,13 @@ def _sizes(checkpoint: Checkpoint, facts: ModelFacts, *, on_cpu: bool, keep_bloc
 
 
 def _left_out(facts: ModelFacts) -> Callable[[str], bool]:
-    """Tells the tensors of a tower that is not served."""
+    """Tells the tensors of a tower that is not served, and of adapters that only media need."""
     if facts.tower is not None or not Fields(facts.config).flag("language_model_only") or facts.through_transformers:
         return lambda name: False
     targets_of = find_architecture(facts.architecture).weights.targets_of
 
     def left_out(name: str) -> bool:
         targets = targets_of(name)
-        return bool(targets) and all(target.startswith(TOWER) for target in targets or ())
+        return bool(targets) and all(target.startswith(TOWER) or is_of_adapter(target) for target in targets or ())
 
     return left_out

@@ -22,12 +22,12 @@ _I32, _I64, _BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.bool_)
 ARRAYS: Final[dict[str, np.dtype[Any]]] = {
     "table_at": _I64, "slots": _I32, "num_query": _I32, "context": _I32, "tokens": _I32, "drafts": _I32,
     "table_pages": _I32, "copy_from": _I32, "copy_to": _I32, "constrained": _I32, "prompt_logprobs": _I32,
-    "following": _I32, "room": _I32, "following_ids": _I32, "samples": _BOOL,
+    "following": _I32, "room": _I32, "following_ids": _I32, "adapters": _I32, "samples": _BOOL,
 }  # fmt: skip
 """The flat arrays of a step, the widest elements first, so that each is aligned."""
 _arrays_of = attrgetter(*ARRAYS)
 _WIDTHS: Final = tuple(dtype.itemsize for dtype in ARRAYS.values())
-_HEAD: Final = struct.Struct(f"<B?2xI4q{len(ARRAYS)}I4x")
+_HEAD: Final = struct.Struct(f"<B?2xI4q{len(ARRAYS)}I")
 """`OWN_FRAME`, `alike`, `rows`, `index`, `num_decodes`, `proposals`, bytes of the arrays, and their lengths. A multiple of 8
 bytes: arrays behind it are aligned."""
 _make_head = _HEAD.pack

@@ -175,7 +175,8 @@ class Attention(nn.Module):
     def _heads(self, x: Input, batch: Batch, queries_at_L: Tensor | None) -> Heads:
         """[T, N, H], [T, K, H], [T, K, H], or queries of some tokens only."""
         table_VO = self.by_token_VO
-        if table_VO is not None and batch.media is None and isinstance(x, Normed) and x.stream.fuses:
+        plain = batch.media is None and batch.adapters is None
+        if table_VO is not None and plain and isinstance(x, Normed) and x.stream.fuses:
             return self.qkv.heads(embedding(batch.ids_T, table_VO))
         heads: Heads = self.qkv(x, queries_at_L)
         return heads

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bough.kernels.attention.inputs import AttentionSpec, IndexKeys, IndexQueries, LatentMaps, RawLatents
+from bough.layers.adapters import PassAdapters
 
 __all__ = [
     "AttentionBackend",
@@ -230,6 +231,8 @@ class Batch:
     """What layers with cross attention read; None: the model has none."""
     states: BatchStates | None = None
     """None: layers that keep states take all tokens for one row from its beginning, and keep nothing."""
+    adapters: PassAdapters | None = None
+    """None: no token has an adapter."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 

@@ -8,6 +8,7 @@ from bough.kernels.attention.cpu import CpuAttention
 from bough.kernels.decoder_stack import BlockParts, Packed
 from bough.kernels.decoder_stack.cpu import DecoderStack, covers
 from bough.kernels.packed_linear import PackedWeight
+from bough.layers.adapters import AdaptedMatrix
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch
 from bough.layers.blocks import PreNormBlock, SandwichBlock
@@ -38,7 +39,7 @@ class StackedBlocks:
 
     def __call__(self, model: Decoder, stream: Stream, batch: Batch) -> None:
         at_once = None
-        if isinstance(batch.attention, CpuAttention) and batch.media is None:
+        if isinstance(batch.attention, CpuAttention) and batch.media is None and batch.adapters is None:
             cuts = () if batch.taps is None else batch.taps.layers
             at_once = self._stack.tapped(stream.x_TD, batch.positions_T, batch.attention, cuts)
         if at_once is None:
@@ -94,6 +95,8 @@ def _plain(block: PreNormBlock | SandwichBlock, attn: Attention, mlp: GatedMlp) 
 
 def _packed(linear: QKVLinear | RowLinear | GateUpLinear) -> Packed | None:
     matrix = linear.matrix
+    if isinstance(matrix, AdaptedMatrix):
+        matrix = matrix.base
     if not isinstance(matrix, PackedMatrix):
         return None
     pieces = [

@@ -104,6 +104,7 @@ class Decoder(nn.Module):
         """What makes several streams, and one of them again."""
         if facts.altup is not None:
             self.streams = StreamEnds(facts, facts.altup, build)
+        self.adapters = build.adapters
         self.run_blocks: RunBlocks = one_by_one
         """A device may have a quicker way (`layers/cpu_stack.py`)."""
 
@@ -114,6 +115,15 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """What `end` gives; nothing on a stage that is not the last."""
+        if self.adapters is None:
+            return self._through(batch)
+        self.adapters.under_way = batch.adapters
+        try:
+            return self._through(batch)
+        finally:
+            self.adapters.under_way = None
+
+    def _through(self, batch: Batch) -> Tensor:
         if self.pp.rank == 0:
             x_TD = self.embed(batch)
         else:

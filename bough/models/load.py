@@ -15,6 +15,7 @@ from bough.config.hf import Checkpoint
 from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import PoolingFacts
 from bough.distributed.mesh import SINGLE, Mesh
+from bough.layers.adapters import Adapters
 from bough.layers.batch import Model
 from bough.layers.build import Build
 from bough.layers.cpu_stack import use_cpu_stack
@@ -25,7 +26,7 @@ from bough.layers.spread import TokenSpread
 from bough.models.hosted import load_through_transformers
 from bough.models.pooled import PooledModel, load_projections, pooled_architecture
 from bough.models.registry import Architecture, facts_of, find_architecture
-from bough.models.seeing import TOWER
+from bough.models.seeing import TOWER, is_of_adapter
 from bough.quantization.choose import choose_scheme
 from bough.quantization.names import weight_name
 from bough.weights import mistral_names
@@ -79,6 +80,7 @@ def build_model(
         experts_plan=experts_plan,
         first_layer=first_layer,
         spread=spread,
+        adapters=Adapters(facts.adapters) if facts.adapters else None,
     )
     model: nn.Module = architecture.make(facts, build)
     place_weights(model)
@@ -106,12 +108,13 @@ def build_model(
     return model  # type: ignore[return-value]
 
 
-def _left_out(facts: ModelFacts, pooling: PoolingFacts | None, mesh: Mesh) -> str:
-    """What the names of slots begin with that this rank is made without; empty: it has all parts. A tower is where the
-    first layers are."""
+def _left_out(facts: ModelFacts, pooling: PoolingFacts | None, mesh: Mesh) -> Callable[[str], bool]:
+    """Tells the names of slots that this rank is made without. A tower is where the first layers are."""
     if facts.tower is not None and mesh.pp.rank == 0:
-        return ""
-    return TOWER if pooling is None else f"body.{TOWER}"
+        return lambda slot: False
+    tower = TOWER if pooling is None else f"body.{TOWER}"
+    has_adapters = bool(facts.adapters)
+    return lambda slot: slot.startswith(tower) or (not has_adapters and is_of_adapter(slot))
 
 
 def _architecture(facts: ModelFacts, pooling: PoolingFacts | None) -> Architecture:
@@ -139,6 +142,7 @@ def reads_of(
         mesh=mesh,
         experts_plan=experts_plan,
         spread=spread,
+        adapters=Adapters(facts.adapters) if facts.adapters else None,
     )
     model = architecture.make(facts, build)
     place_weights(model)

@@ -25,6 +25,8 @@ TOWER: Final = "tower."
 """What the names of a tower's slots begin with."""
 BODIES: Final = (("model.language_model.", ""), ("language_model.model.", "language_model."), ("model.", ""))
 """Prefixes of the text model's tensors, and of its head's: as transformers writes them now, and as it did before."""
+ADAPTER: Final = ".lora_"
+"""Part of the names of adapters' slots."""
 Part = tuple[Sequence[Rule], Sequence[str]]
 """Rules, and the prefixes that their names may have."""
 
@@ -63,6 +65,11 @@ def with_tower(
         return decoder
 
     return made
+
+
+def is_of_adapter(slot: str) -> bool:
+    """Whether a slot is one of an adapter."""
+    return ADAPTER in slot
 
 
 def tower_of(config: Fields, tower: TowerFacts) -> TowerFacts | None:

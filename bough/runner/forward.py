@@ -21,6 +21,7 @@ from bough.kernels.draft_tree import TreePath, gather_path, start_tree, walk_tre
 from bough.kernels.sampling import sample
 from bough.kernels.step_end import advance, verify
 from bough.kernels.step_start import SlotState, locate, start_step
+from bough.layers.adapters import PassAdapters
 from bough.layers.batch import AttentionBackend, Batch, Model
 from bough.memory.mha import KVPool
 from bough.runner.accepting import AcceptRule
@@ -52,6 +53,8 @@ class Extent:
     """Whether drafts are verified."""
     cut: Cut | None = None
     """How the step's tokens are split over ranks that share contexts; None: they are not."""
+    adapted: bool = False
+    """Whether rows may have adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ class Forward:
             positions_T = items.positions(positions_T)
         if self.context is not None and extent.cut is not None:
             assert at is not None, "a stage does not share contexts"
-            return self._split(self.context, ids, positions_T, inputs, extent.cut, at, media)
+            return self._split(self.context, tensors, positions_T, inputs, extent, at, media)
         backend = self._backend(inputs, gapped=items is not None)
         batch = Batch(
             ids_T=ids,
@@ -194,6 +197,7 @@ class Forward:
             segments_T=segments,
             taps=None if read is None else read.taps,
             states=None if states is None else states.begin(tensors),
+            adapters=PassAdapters(self._adapters(tensors), at) if extent.adapted else None,
         )
         if self.cross is not None:
             batch.cross = self.cross.of_step(
@@ -208,6 +212,11 @@ class Forward:
             return hidden
         read.hidden_TD = hidden
         return hidden if at is None else hidden[at]
+
+    def _adapters(self, tensors: StepTensors) -> Tensor:
+        """int32 [T]: the adapter of each token's row; padding has none."""
+        assert self.state.adapter is not None, "rows have none otherwise"
+        return self.state.adapter.index_select(0, tensors.token_slots_T)
 
     def _backend(self, inputs: AttentionInputs, *, gapped: bool) -> AttentionBackend:
         if self.context is not None:
@@ -227,20 +236,23 @@ class Forward:
     def _split(
         self,
         context: ContextShare,
-        ids_T: Tensor,
+        tensors: StepTensors,
         positions_T: Tensor,
         inputs: AttentionInputs,
-        cut: Cut,
+        extent: Extent,
         at: Tensor,
         media: MediaTensors | None,
     ) -> Tensor:
         """As `hidden`, where this rank computes some of the step's tokens."""
+        ids_T, cut = tensors.ids_T, extent.cut
+        assert cut is not None, "otherwise the step is not split"
         mine = torch.from_numpy(cut.mine).to(at.device)
         batch = Batch(
             ids_T=ids_T[mine],
             positions_T=positions_T[mine],
             attention=context.backend(inputs, cut),
             num_tokens=len(mine),
+            adapters=PassAdapters(self._adapters(tensors)[mine]) if extent.adapted else None,
         )
         if media is not None:
             media.of_tokens(mine, len(ids_T)).put(batch)

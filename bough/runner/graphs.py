@@ -58,6 +58,8 @@ class GraphKey(NamedTuple):
     """As `Step.proposals`. Where a proposer runs, `decode` is of steps whose rows all decode."""
     drafted: bool = False
     """Layers keep states, and rows have drafts, or had some."""
+    adapted: bool = False
+    """Rows may have adapters."""
 
 
 class Extents(NamedTuple):
@@ -72,7 +74,9 @@ class Extents(NamedTuple):
     """Query tokens of the row that has most of them."""
     proposals: int = NO_PROPOSER
     drafted: bool = False
-    """As in `GraphKey`."""
+    """As in `GraphKey`..."""
+    adapted: bool = False
+    """...both of them."""
 
 
 @dataclass(slots=True)
@@ -199,7 +203,7 @@ class Graphs:
             rows = self._padded(size.rows) or tokens
         if size.samples > samples:
             samples = self._padded(size.samples) or tokens
-        return GraphKey(tokens, rows, samples, width, kind, shared, decode, size.proposals, size.drafted)
+        return GraphKey(tokens, rows, samples, width, kind, shared, decode, size.proposals, size.drafted, size.adapted)
 
     def _padded(self, count: int) -> int | None:
         """The next captured size; None: there is none as large."""
@@ -217,6 +221,7 @@ class Graphs:
             and other.decode == key.decode
             and other.proposals == key.proposals
             and other.drafted == key.drafted
+            and other.adapted == key.adapted
             and (other.width == 1) == (key.width == 1)
             and key.width <= other.width
             and key.tokens <= other.tokens <= most
@@ -244,6 +249,7 @@ class Graphs:
             max_kv=self._context_length,
             span_tokens=key.tokens if key.shared else 0,
             has_drafts=key.width > 1,
+            adapted=key.adapted,
         )
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -88,6 +88,7 @@ class ModelRunner:
             most_drafts=most_drafts,
             trees=tree_width > 0,
             turns=limits.media is not None and limits.media.axes > 0,
+            adapters=limits.num_adapters > 0,
             line_parts=limits.layout.line_parts,
             media_widths=limits.layout.line_widths(limits.pages_per_slot)[len(limits.layout.line_parts) :],
             odds=limits.vocab_size if rule is not None and rule.needs_odds else 0,
@@ -111,6 +112,8 @@ class ModelRunner:
         self._stages = Stages(device, stage_bytes(limits))
         self.graphs: Graphs | None = None
         self._history = DraftHistory(limits.num_slots)
+        self._adapters = np.zeros(limits.num_slots + 1, np.int32)
+        """By slot: its adapter, as the device has it."""
         if states is not None:
             self.forward.narrows = False  # the last layer may keep a state, of all tokens
         if graph_max_tokens and device.is_async:
@@ -145,6 +148,8 @@ class ModelRunner:
             load_states(step, self.states)
             if self.states.most_drafts and self._history.note(step):
                 drafted = 1 + int(step.drafts.max(initial=0))
+        if len(step.adapters):
+            self._note_adapters(step)
         items = items_of(step, self.params.setups)
         is_plain = not len(step.prompt_logprobs) and states is None and media is None and items is None
         if self.measures_scales and step.num_rows:
@@ -154,6 +159,16 @@ class ModelRunner:
             if launched is not None:
                 return launched
         return self._eager(step, samples, stage, states, media, items, drafted)
+
+    def _note_adapters(self, step: Step) -> None:
+        """Brings the device's adapters of the step's slots up to date."""
+        held = self.forward.state.adapter
+        assert held is not None, "rows have adapters only where the model has some"
+        changed = self._adapters[step.slots] != step.adapters
+        if changed.any():
+            slots, adapters = step.slots[changed], step.adapters[changed]
+            self._adapters[slots] = adapters
+            held.index_copy_(0, upload(slots.astype(np.int64), self.device), upload(adapters, self.device))
 
     def _media(self, media: StepMedia) -> MediaTensors | None:
         """Turns slots, has items computed, and gives what the step reads of the store; None: nothing."""
@@ -181,7 +196,13 @@ class ModelRunner:
         """`drafted`: whether rows have drafts whose part in a state is not certain, or had some."""
         is_plain = not len(samples.rich) and not len(step.constrained)
         size = Extents(
-            step.num_tokens, step.num_rows, samples.count, samples.width, proposals=step.proposals, drafted=drafted
+            step.num_tokens,
+            step.num_rows,
+            samples.count,
+            samples.width,
+            proposals=step.proposals,
+            drafted=drafted,
+            adapted=len(step.adapters) > 0,
         )
         if (step.proposals >= 0 or drafted) and step.num_decodes < step.num_rows:
             # A proposer treats prompts otherwise than decode rows, and so do states.
@@ -251,6 +272,7 @@ class ModelRunner:
             host=HostLengths(num_query_R=step.num_query, context_R=step.context),
             has_drafts=samples.starts is not None,
             cut=None if self.context is None else self.context.cut(step),
+            adapted=len(step.adapters) > 0,
         )
         scored = self._scored_positions(step, items)
         num_samples = samples.count

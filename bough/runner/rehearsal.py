@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
 from bough.core.sampling import SamplingParams
-from bough.core.step import FIRST_DRAFT, FROM_DEVICE, NO_PROPOSER, RunnerLimits, SlotSetup, Step
+from bough.core.step import FIRST_DRAFT, FROM_DEVICE, I32, NO_PROPOSER, RunnerLimits, SlotSetup, Step
 
 _MIXTURES = (
     # (query tokens, context) of each row
@@ -16,12 +17,14 @@ _MIXTURES = (
     ((90, 0), (500, 64)),
 )
 """Decodes beside prompts and prompts alone, in steps of more tokens than graphs are for."""
+_NONE: I32 = np.empty(0, np.int32)
 
 
 def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
     """Steps within the limits, for a runner not in use yet. Their rows have no pages: what they write goes to page 0, which
     no request reads."""
-    for mixture in _MIXTURES:
+    kinds = [_NONE] if not limits.num_adapters else [_NONE, np.ones(1, np.int32)]
+    for mixture, adapter in product(_MIXTURES, kinds):
         rows = [row for row in mixture if sum(row) <= limits.context_length][: limits.num_slots]
         query = np.array([row[0] for row in rows], np.int32)
         if not rows or query.sum() > limits.max_step_tokens:
@@ -38,6 +41,7 @@ def rehearsals(limits: RunnerLimits) -> Iterator[Step]:
             table_pages=np.empty(0, np.int32),
             copy_from=np.zeros(1, np.int32),
             copy_to=np.ones(1, np.int32) * (limits.num_pages - 1),
+            adapters=adapter.repeat(len(rows)),
             setups=[SlotSetup(slot=slot, sampling=SamplingParams(temperature=0.0)) for slot in range(len(rows))],
         )
 

@@ -20,7 +20,17 @@ from bough.core.errors import (
     overflow,
 )
 from bough.core.grammar import CompileFailed
-from bough.core.messages import Abort, Began, Generate, RowOutput, StopAt, home_worker, media_namespace, unpack_ids
+from bough.core.messages import (
+    Abort,
+    Began,
+    Generate,
+    RowOutput,
+    StopAt,
+    adapter_namespace,
+    home_worker,
+    media_namespace,
+    unpack_ids,
+)
 from bough.core.sampling import GrammarSpec
 from bough.scheduler.constrain import Gate
 from bough.scheduler.leave import end_request, make_end, output_of
@@ -38,6 +48,8 @@ def accept(queues: Queues, ask: Generate, *, now: float) -> None:
     job = _job(queues, ask, now)
     try:
         _check(queues, job, now)
+        if ask.adapter:
+            job.ask = structs.replace(ask, namespace=adapter_namespace(ask.namespace, ask.adapter))
         if ask.media:
             _open_media(queues, job)
     except BoughError as error:
@@ -141,6 +153,12 @@ def _check(queues: Queues, job: Job, now: float) -> None:
         ask.logprobs.check(limits.vocab_size)
     if ask.items:
         _check_items(job)
+    if not 0 <= ask.adapter <= limits.num_adapters:
+        raise InvalidRequest(
+            what=f"the request names adapter {ask.adapter}",
+            why=f"the served model has {limits.num_adapters}",
+            fix="leave it out",
+        )
     if ask.sampling.grammar is not None and queues.grammars is None:
         raise InvalidRequest(
             what="constrained output is switched off",

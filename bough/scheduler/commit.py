@@ -138,6 +138,10 @@ def commit(
         setups=arrays.setups,
         shared=groups.of(queues, limits, plan.decodes, _queries(plan)) if cache.enabled and num > 1 else None,
     )
+    if limits.num_adapters:
+        adapters = queues.slots.adapter[slot_ids]
+        if adapters.any():
+            step.adapters = adapters
     if queues.media is not None and chunks:
         at = plan.num_decode_tokens + sum(len(run.tokens) for run in plan.runs)
         step.media = _media(queues, chunks, fixed, at, index)
@@ -258,6 +262,7 @@ def _fill_slot(queues: Queues, phase: Prefilling, limits: Limits) -> None:
     if queues.drafter is not None:
         slots.num_right_in[slot] = 0
     slots.min_new[slot] = job.ask.sampling.min_new_tokens
+    slots.adapter[slot] = job.ask.adapter
     slots.set_stops(slot, job.stops)
     slots.last_step[slot] = -1
     slots.live[slot] = True

@@ -79,6 +79,8 @@ class Limits:
     these bounds; not measured."""
     media: MediaLimits | None = None
     """Limits of media on the device; None: the model takes text only."""
+    num_adapters: int = 0
+    """Adapters that requests may have."""
     max_retractions: int = 4
     """Times that a request loses its memory to others before all that it may need is reserved for it. 2 to 16 make no
     difference in a full pool; with 1, it ends 13 % later."""
@@ -138,6 +140,7 @@ class Limits:
             vocab_size=runner.vocab_size,
             spans=runner.spans,
             media=runner.media,
+            num_adapters=runner.num_adapters,
             kv_stays=runner.kv_stays,
             groups=runner.groups,
             num_snapshots=runner.num_snapshots,

@@ -97,6 +97,8 @@ class SlotTable:
         """How far positions stand from where their KV lies, as the device has it (`StepMedia.turns`)."""
         self.media_len: I32 = np.zeros(n, np.int32)
         """Positions of media that cross attention reads, as the device has it (`StepMedia.fixed_lengths`)."""
+        self.adapter: I32 = np.zeros(n, np.int32)
+        """The row's adapter, counted from 1; 0: it has none."""
         self.content: dict[int, FixedContent] = {}
         """The media of rows whose cross attention reads some."""
         self.snapshot: I32 = np.zeros(n, np.int32)

@@ -38,7 +38,7 @@ def load_weights(
     checkpoint: Checkpoint,
     progress: Progress | None = None,
     names: Callable[[str], str | None] | None = None,
-    left_out: str = "",
+    left_out: Callable[[str], bool] | None = None,
     rank: int = 0,
 ) -> None:
     """Fills every slot of `model`. Raises one WeightsError that lists all missing, extra, misshaped and mistyped tensors.
@@ -64,7 +64,7 @@ def trace_reads(
     checkpoint: Checkpoint,
     tensors: dict[str, Stored],
     names: Callable[[str], str | None] | None = None,
-    left_out: str = "",
+    left_out: Callable[[str], bool] | None = None,
 ) -> TracedReads:
     """What `load_weights` would read of a checkpoint's tensors. `model` stays unfinished, and may be on the meta device."""
     reads = TracedReads()
@@ -92,7 +92,7 @@ def _fit(
     mapping: Mapping,
     checkpoint: Checkpoint,
     names: Callable[[str], str | None] | None,
-    left_out: str,
+    left_out: Callable[[str], bool] | None,
 ) -> Fit:
     fit = mapping.fit(tensors if names is None else _renamed(tensors, names), slots, left_out)
     if fit.problems:

@@ -188,15 +188,17 @@ class Mapping:
         self._targets[source] = targets
         self._sources |= dict.fromkeys(targets, source)
 
-    def fit(self, tensors: dict[str, Stored], slots: dict[str, Slot], left_out: str = "") -> Fit:
-        """Pairs every tensor with its slot. Reads nothing. `left_out`: what the names of slots begin with that the model
-        has not; their tensors are passed over."""
+    def fit(
+        self, tensors: dict[str, Stored], slots: dict[str, Slot], left_out: Callable[[str], bool] | None = None
+    ) -> Fit:
+        """Pairs every tensor with its slot. Reads nothing. `left_out` tells the names of slots that the model is made
+        without; their tensors are passed over."""
         fit = Fit()
         filled: set[str] = set()
         count = 1 + max((int(slot.split(".")[1]) for slot in slots if slot.startswith("layers.")), default=0)
         held = {name: stored for name, stored in tensors.items() if not self._is_elsewhere(name, count)}
         for name, stored, targets in self._with_targets(held, slots):
-            if left_out and targets and all(target.startswith(left_out) for target in targets):
+            if left_out is not None and targets and all(map(left_out, targets)):
                 continue
             if targets is None or any(target not in slots for target in targets):
                 fit.extra.append(name)

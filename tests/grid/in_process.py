@@ -219,6 +219,7 @@ class InProcess:
             media=_media_limits(model, setup),
             groups=groups,
             num_snapshots=setup.num_snapshots if keeps_states else None,
+            num_adapters=len(model.adapters.facts) if isinstance(model, Decoder) and model.adapters is not None else 0,
         )
         own = len(specs) - (0 if proposer is None else proposer.proposer.num_layers)
         shapes = [KVShape.of(spec, setup.draft_kv_dtype if at >= own else None) for at, spec in enumerate(specs)]
@@ -265,6 +266,7 @@ class InProcess:
             groups=groups,
             num_snapshots=self.limits.num_snapshots,
             state_interval=setup.state_interval,
+            num_adapters=self.limits.num_adapters,
         )
         self.queues = Queues(limits, grammars)
         self.features: dict[str, npt.NDArray[np.generic]] = {}
@@ -310,6 +312,7 @@ class InProcess:
         media: tuple[MediaItem, ...] = (),
         positions: bytes = b"",
         items: tuple[int, ...] = (),
+        adapter: int = 0,
     ) -> int:
         self._next_id += 1
         self.mailbox.incoming.append(
@@ -323,6 +326,7 @@ class InProcess:
                 media=media,
                 positions=positions,
                 items=items,
+                adapter=adapter,
             )
         )
         return self._next_id

@@ -58,7 +58,7 @@ class TokenAdapters:
     def groups(self) -> list[tuple[int, Tensor | None]]:
         """Slots that tokens have, and which tokens (int64; None: all). Read once; only where nothing is captured."""
         if self._groups is None:
-            found = [int(each) for each in self.of_T.unique().tolist()]
+            found: list[int] = sorted(set(self.of_T.tolist()))
             self._groups = [
                 (each - 1, None if len(found) == 1 else (self.of_T == each).nonzero()[:, 0])
                 for each in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,7 +17,7 @@ def add_lora(out_TO: Tensor, x_TD: Tensor, stack: LoraStack, tokens: TokenAdapte
             continue
         x_ND = x_TD if at is None else x_TD.index_select(0, at)
         narrow_NL = F.linear(x_ND, stack.a_LD[stack.parts * first : stack.parts * (first + rank)])
-        for part, narrow_NR in enumerate(narrow_NL.split(rank, 1)):
+        for part, narrow_NR in enumerate(torch.split(narrow_NL, rank, 1)):
             columns = slice(starts[part], starts[part + 1])
             added_NO = F.linear(narrow_NR, stack.b_OL[columns, first : first + rank])
             if at is None:

@@ -64,6 +64,8 @@ class SlotState:
     turn: Tensor | None = None
     """int64 [slots + 1]: how far the row's positions stand from where its KV lies, behind media whose positions have
     several axes (`StepMedia.turns`); None: positions have one axis."""
+    adapter: Tensor | None = None
+    """int32 [slots + 1]: the row's adapter (`Step.adapters`); None: the model has none."""
 
     @staticmethod
     def make(
@@ -74,6 +76,7 @@ class SlotState:
         most_drafts: int = 0,
         trees: bool = False,
         turns: bool = False,
+        adapters: bool = False,
         line_parts: Sequence[int] = (1,),
         media_widths: Sequence[int] = (),
         odds: int = 0,
@@ -101,6 +104,7 @@ class SlotState:
             tree=DraftTrees(*(zeros(most_drafts) for _ in range(3))) if trees else None,
             odds=zeros(most_drafts, odds, dtype=torch.float32) if odds else None,
             turn=zeros() if turns else None,
+            adapter=zeros(dtype=torch.int32) if adapters else None,
         )
 
     @property
