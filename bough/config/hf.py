@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from bough.config.adapter_folders import stored_name
 from bough.config.concerns import ModelConfig
 from bough.config.default_model import DEFAULT_MODEL_NAME, default_model_path, is_default_model
 from bough.config.download import Progress, download
@@ -26,6 +27,7 @@ from bough.config.hub_files import first_line
 from bough.config.hub_name import parse_hub_name
 from bough.config.internvl_config import from_own
 from bough.config.mistral_config import config_from_params
+from bough.config.phi4mm_config import adapter_files, from_phi4mm
 from bough.config.sharded import Shards, read_manifest
 from bough.core.errors import ConfigError, UnsupportedModel
 
@@ -346,12 +348,12 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
     elif load_format == "dummy":
         files = ()
     else:
-        files = _safetensors_files(path, "consolidated" if own_layout else "model")
+        files = _safetensors_files(path, "consolidated" if own_layout else "model") + adapter_files(config, path)
     return Checkpoint(
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
         path=path,
-        config={**processor_config(path), **with_text_config(from_own(config, path)), **patch},
+        config={**processor_config(path), **with_text_config(from_phi4mm(from_own(config, path), path)), **patch},
         generation_config=_read_json(path / "generation_config.json") or {},
         files=files,
         tokenizer=path,
@@ -442,7 +444,7 @@ def _safetensors_shapes(path: Path) -> dict[str, StoredShape]:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: StoredShape(
+                stored_name(path, name): StoredShape(
                     part.get_dtype(), tuple(part.get_shape()), _nbytes(part.get_dtype(), part.get_shape())
                 )
                 for name, part in slices.items()

@@ -57,6 +57,7 @@ def compose(
         and not request.pool
         and not request.items
         and not media,
+        adapter=media.adapter if media is not None else 0,
         media=media.items if media is not None else (),
         positions=media.positions(prompt) if media is not None else b"",
     )

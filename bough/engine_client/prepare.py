@@ -124,7 +124,8 @@ class Preparer:
             return Prompted(ids if request.pool else self._limits.cut(ids))
         assert self._media is not None, "there are no items without it"
         self._limits.check_uncut(ids)
-        return Prompted(ids, PromptMedia(items, leases[at], self._media.positions))
+        items = self._media.together(items)
+        return Prompted(ids, PromptMedia(items, leases[at], self._media.positions, self._media.adapter(items)))
 
     def _held_again(self, earlier: SessionTurn, own: Lease | None) -> Lease:
         """The media of an earlier request and a request's own, held together."""

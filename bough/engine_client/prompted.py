@@ -17,6 +17,8 @@ class PromptMedia(NamedTuple):
     items: tuple[MediaItem, ...]
     lease: Lease
     positions_of: Callable[[Ids, tuple[MediaItem, ...]], bytes]
+    adapter: int = 0
+    """As `Generate.adapter`."""
 
     def positions(self, ids: Ids) -> bytes:
         """As `Generate.positions`, of a prompt that begins as this one does."""

@@ -187,6 +187,8 @@ GROUPS: Final = (
             "MiniCPMV4_6ForConditionalGeneration": "openbmb/MiniCPM-V-4.6",
             "Mistral3ForConditionalGeneration": "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "MllamaForConditionalGeneration": "meta-llama/Llama-3.2-11B-Vision-Instruct",
+            "Phi4MMForCausalLM": "microsoft/Phi-4-multimodal-instruct",
+            "Phi4MultimodalForCausalLM": "the same, as transformers writes it, with folders of adapters beside it",
             "SmolVLMForConditionalGeneration": "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
             "Qwen2AudioForConditionalGeneration": "Qwen/Qwen2-Audio-7B-Instruct",
             "Qwen3ASRForConditionalGeneration": "Qwen/Qwen3-ASR-1.7B-hf",

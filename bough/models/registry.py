@@ -156,6 +156,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "LlavaForConditionalGeneration": "bough.models.llava",
     "LlavaNextForConditionalGeneration": "bough.models.llava_next",
     "LlavaOnevisionForConditionalGeneration": "bough.models.llava_next",
+    "Phi4MMForCausalLM": "bough.models.phi4mm",
+    "Phi4MultimodalForCausalLM": "bough.models.phi4mm",
     "Qwen2AudioForConditionalGeneration": "bough.models.qwen2_audio",
     "SmolVLMForConditionalGeneration": "bough.models.idefics3",
     "Qwen2VLForConditionalGeneration": "bough.models.qwen2_vl",

@@ -25,6 +25,7 @@ from bough.multimodal.llama4 import Llama4Processor
 from bough.multimodal.llava import LlavaProcessor
 from bough.multimodal.minicpmv import MiniCpmProcessor
 from bough.multimodal.mllama import MllamaProcessor
+from bough.multimodal.phi4mm import Phi4Processor
 from bough.multimodal.pixtral import PixtralProcessor
 from bough.multimodal.processor import Processor
 from bough.multimodal.qwen2_audio import Qwen2AudioProcessor
@@ -73,6 +74,8 @@ FAMILIES: Final[Mapping[str, Callable[[Fields], Processor]]] = {
     "MiniCPMV4_6ForConditionalGeneration": MiniCpmProcessor,
     "Mistral3ForConditionalGeneration": PixtralProcessor,
     "MllamaForConditionalGeneration": MllamaProcessor,
+    "Phi4MMForCausalLM": Phi4Processor,
+    "Phi4MultimodalForCausalLM": Phi4Processor,
     "Qwen2AudioForConditionalGeneration": Qwen2AudioProcessor,
     "Qwen3ASRForConditionalGeneration": Qwen3AsrProcessor,
     "SmolVLMForConditionalGeneration": Idefics3Processor,

@@ -66,6 +66,14 @@ class Media:
             )
         return axes.astype("<i4").tobytes()
 
+    def together(self, items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+        """All items of a prompt, where what a tower makes of one depends on the others."""
+        return self.desk.processor.together(items)
+
+    def adapter(self, items: Sequence[MediaItem]) -> int:
+        """As `Generate.adapter`, of a prompt with these items."""
+        return self.desk.processor.adapter({item.kind for item in items})
+
     def close(self) -> None:
         self.desk.close()
 

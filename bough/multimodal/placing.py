@@ -158,6 +158,10 @@ class Placer:
     def _marked(self, text: str, media: Sequence[Prepared]) -> tuple[str, dict[str, MediaKind]]:
         """The text with a marker for each medium, and what the markers stand for."""
         kinds = {kind: self._processor.marker(kind) for kind in kinds_of(media)}
+        for marker in kinds.values():
+            if marker.numbered:
+                pattern = re.escape(marker.numbered).replace("%d", r"\d+")
+                text = re.sub(pattern, lambda _, mark=marker.find: self._spell(mark), text)  # type: ignore[misc]
         missing = [kind for kind, marker in kinds.items() if self._found(text, marker) not in text]
         text = "".join(self.marker_text(each.kind) for each in media if each.kind in missing) + text
         markers = {kind: self._found(text, marker) for kind, marker in kinds.items()}

@@ -7,7 +7,7 @@ from the checkpoint's config. Nothing here decodes: a worker does, under limits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -121,6 +121,8 @@ class Marker(Struct, frozen=True):
     """The placeholder. Kinds may share one."""
     also: Mark = ()
     """What stands for a medium where nothing is like `find`."""
+    numbered: str = ""
+    """What may stand in texts instead of `find`: with `%d` for the number of a medium, which counts for nothing."""
 
 
 class Processor(ABC):
@@ -147,6 +149,14 @@ class Processor(ABC):
     def among(self, kind: MediaKind, count: int) -> Options:
         """Options that follow from how many media of this kind a request has."""
         return {}
+
+    def together(self, items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+        """The items of a prompt, where what a tower makes of one depends on the others. Such items have other keys."""
+        return items
+
+    def adapter(self, kinds: Collection[MediaKind]) -> int:
+        """The adapter of prompts with media of these kinds, counted from 1; 0: none."""
+        return 0
 
     def with_sound(self, kind: MediaKind, options: Options) -> bool:
         """Whether the sound of a medium is to be heard with it."""

@@ -7,7 +7,7 @@ tests/gpu.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -23,6 +23,7 @@ from seeing import load
 from test_deepseek_ocr2 import by_transformers, load as load_ocr2
 from test_tiles import prepared
 from tiny_gemma3n import AUDIO_ID, IMAGE_ID, heard, load_gemma3n
+from tiny_phi4mm import AUDIO, load_phi4, placed_prompt, sound
 from tiny_tiles import TILE_FAMILIES, load_tiled
 from tiny_vision import END, IMAGE, START, VOCAB, make_tokenizer
 from transformers import PreTrainedModel
@@ -73,6 +74,8 @@ class Case:
     prompt: Prompt
     given: dict[str, torch.Tensor]
     """What transformers takes beside ids."""
+    theirs: PreTrainedModel | None = None
+    """Whose answer it is; None: that of its family's model. Adapters are merged into weights of their own."""
 
     def further(self, more: list[int]) -> Case:
         """With text behind it."""
@@ -86,7 +89,8 @@ class Case:
             name: torch.cat([value, value.new_zeros(1, len(more))], 1) if name.endswith("type_ids") else value
             for name, value in self.given.items()
         }
-        return Case(Prompt(ids, self.prompt.items, positions, self.prompt.features), given)
+        prompt = replace(self.prompt, ids=ids, positions=positions)
+        return Case(prompt, given, self.theirs)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Family:
     def says(self, case: Case, **extra: Any) -> list[int]:
         ids = torch.tensor([case.prompt.ids])
         with torch.no_grad():
-            out = self.theirs.generate(
+            out = (case.theirs or self.theirs).generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
                 eos_token_id=None, pad_token_id=0, **case.given, **extra,
             )  # fmt: skip
@@ -122,7 +126,7 @@ class Family:
         """Log-probabilities of all tokens but the first, of the prompt and of an answer."""
         whole = case.further(answer)
         with torch.no_grad():
-            logits = self.theirs(input_ids=torch.tensor([whole.prompt.ids]), **whole.given).logits[0]
+            logits = (case.theirs or self.theirs)(input_ids=torch.tensor([whole.prompt.ids]), **whole.given).logits[0]
         if self.theirs.config.model_type == "cohere2_vision":  # its text model alone scales them
             logits = logits * self.theirs.config.text_config.logit_scale
         found = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(whole.prompt.ids[1:])[:, None])
@@ -219,7 +223,26 @@ def _ocr2() -> Family:
     return Family(model, reference, tuple(cases), room=1024)
 
 
-OTHERS: dict[str, Callable[[], Family]] = {"gemma3n": _gemma3n, "deepseek_ocr2": _ocr2}
+def _phi4() -> Family:
+    """Images and sounds, each with its adapter, and text without."""
+    phi4 = load_phi4()
+    cases = []
+    for text, shapes, seconds, adapter in (
+        ("a<|image|>bcd", [(24, 40)], [], "vision"),
+        ("a<|image|>b<|audio|>", [(37, 20)], [0.4], "vision"),
+        ("a<|audio|>bcd", [], [0.6], "speech"),
+        ("hello", [], [], ""),
+    ):
+        images = [Image.fromarray(noise(*shape)) for shape in shapes]
+        sounds = [sound(each) for each in seconds]
+        given = phi4.theirs(text, images, sounds)
+        prompt = placed_prompt(phi4, text, images, sounds)
+        assert prompt.ids == given.pop("input_ids")[0].tolist()
+        cases.append(Case(prompt, given, phi4.references[adapter]))
+    return Family(phi4.model, phi4.references[""], tuple(cases), placeholders=frozenset({IMAGE, AUDIO}))
+
+
+OTHERS: dict[str, Callable[[], Family]] = {"gemma3n": _gemma3n, "deepseek_ocr2": _ocr2, "phi4mm": _phi4}
 
 
 @cache
@@ -305,6 +328,12 @@ def test_every_pair_of_features_keeps_the_answer(number: int, grammars: Grammars
 @pytest.mark.parametrize(("name", "number"), FURTHER)
 def test_a_row_of_the_cover_with_every_other_family(name: str, number: int, grammars: Grammars) -> None:
     check({**ROWS[number], "family": name, "media_rows": max(160, ROWS[number]["media_rows"])}, grammars)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_every_pair_of_features_keeps_the_answer_with_adapters(number: int, grammars: Grammars) -> None:
+    check({**ROWS[number], "family": "phi4mm", "media_rows": max(160, ROWS[number]["media_rows"])}, grammars)
 
 
 def check(row: dict[str, Any], grammars: Grammars) -> None:

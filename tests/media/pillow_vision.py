@@ -30,10 +30,18 @@ class InterpolationMode(enum.Enum):
 
 
 def resize(
-    image: Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool | None = True
+    image: Tensor,
+    size: Sequence[int],
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    antialias: bool | None = True,
 ) -> Tensor:
+    if not antialias:  # which Pillow can't do: torchvision calls this, too
+        assert image.is_floating_point()
+        assert interpolation is InterpolationMode.BICUBIC
+        several = image.reshape(-1, *image.shape[-3:])
+        made = torch.nn.functional.interpolate(several, [int(edge) for edge in size], mode="bicubic")
+        return made.reshape(*image.shape[:-2], *made.shape[-2:])
     assert image.dtype == torch.uint8
-    assert antialias
     planes = image.reshape(-1, *image.shape[-3:]).permute(0, 2, 3, 1).contiguous().numpy()
     height, width = (int(edge) for edge in size)
     made = [np.array(Image.fromarray(plane).resize((width, height), interpolation.value)) for plane in planes]

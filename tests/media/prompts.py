@@ -34,10 +34,13 @@ class Prompt:
     items: tuple[MediaItem, ...]
     positions: bytes
     features: dict[str, npt.NDArray[np.generic]]
+    adapter: int = 0
 
     def submit(self, engine: InProcess, sampling: SamplingParams = GREEDY, **extra: Any) -> int:
         engine.features |= self.features
-        return engine.submit(self.ids, sampling, media=self.items, positions=self.positions, **extra)
+        return engine.submit(
+            self.ids, sampling, media=self.items, positions=self.positions, adapter=self.adapter, **extra
+        )
 
 
 def make_prompt(processor: Processor, ids: Sequence[int], images: Sequence[Pixels]) -> Prompt:

@@ -5,7 +5,7 @@ scores of transformers to 1e-4, its greedy answers, and less on each rank. Ranks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -16,11 +16,13 @@ import torch
 from cluster import greedy
 from families import DENSE, EARLIER, EXPERTS, LATENTS, SHARED_KV, STATES
 from held_bytes import check_held
+from PIL import Image
 from prompts import make_prompt, noise, reference_answer
 from seeing import load
 from test_whisper import START as TRANSCRIPT, expected as transcript, folder, heard, whisper
 from thread_engine import Asked, ThreadEngine, spread_over
 from tiny import make_tiny
+from tiny_phi4mm import load_phi4, placed_prompt, sound
 from tiny_vision import END, IMAGE, START
 
 from bough.config.hf import open_checkpoint
@@ -45,9 +47,9 @@ EXPERT_MODELS = (
 the input; latents, scored groups and shared experts; layers that keep states; those of Mamba 2, with a norm across ranks;
 short convolutions; attention without a softmax, under a norm across ranks; decays by channel, beside
 latents; latents of chosen tokens."""
-MEDIA_MODELS = ("qwen3_vl_moe", "whisper")
+MEDIA_MODELS = ("qwen3_vl_moe", "whisper", "phi4mm")
 """A tower whose embeddings stand among those of tokens, and are added after the first layers, too, with experts; cross
-attention to what a tower gives."""
+attention to what a tower gives; an adapter for prompts with images, and another one for prompts with sounds."""
 STATE_MODELS = (
     "qwen3_next", "granite4", "lfm2_moe", "minimax", "kimi_linear", "falcon_h1-norm", "mamba2", "falcon_mamba",
 )  # fmt: skip
@@ -74,7 +76,7 @@ SHORT = {
     ("qwen3_moe", "dp"), ("qwen3_next", "tp x pp"), ("granite4", "tp"), ("gemma3", "uneven pp"), ("falcon_mamba", "tp"),
     ("falcon_h1-norm", "tp"), ("mamba2", "pp"), ("lfm2_moe", "dp attention"), ("minimax", "tp x pp"), ("gemma4", "tp"),
     ("qwen3_vl_moe", "pp"), ("whisper", "tp x dp"), ("kimi_linear", "tp"),
-    ("glm_moe_dsa", "pp"),
+    ("glm_moe_dsa", "pp"), ("phi4mm", "tp"),
 }  # fmt: skip
 """Each model once, and each way of spreading once, in `make test`."""
 
@@ -90,7 +92,7 @@ def refused(model: str, spread: str) -> bool:
         return True
     if "pp_size" in sizes and model in ("gemma4", "whisper"):
         return True
-    return "attn_dp_size" in sizes and model == "whisper"
+    return "attn_dp_size" in sizes and model in ("whisper", "phi4mm")
 
 
 MODELS = (*DENSE_MODELS, *EXPERT_MODELS, *MEDIA_MODELS)
@@ -114,6 +116,8 @@ class Subject:
     expected: list[list[int]]
     reference: torch.nn.Module | None
     """Scores texts."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the engine."""
 
 
 def make(case: str, folder: Path) -> torch.nn.Module:
@@ -124,6 +128,8 @@ def make(case: str, folder: Path) -> torch.nn.Module:
 def subject(model: str, into: Path) -> Subject:
     if model == "whisper":
         return hearing()
+    if model == "phi4mm":
+        return adapted()
     if model in MEDIA_MODELS:
         return seeing(model)
     reference = make(model, into)
@@ -145,6 +151,28 @@ def seeing(model: str) -> Subject:
     )
 
 
+def adapted() -> Subject:
+    phi4, asked, expected = load_phi4("own"), [], []
+    for text, shapes, seconds, adapter in (
+        ("a<|image|>bcd", [(24, 40)], [], "vision"),
+        ("a<|audio|>bcd", [], [0.6], "speech"),
+        ("a<|image|>b<|audio|>", [(37, 20)], [0.4], "vision"),
+        ("hello", [], [], ""),
+    ):
+        images, sounds = [Image.fromarray(noise(*shape)) for shape in shapes], [sound(each) for each in seconds]
+        made = placed_prompt(phi4, text, images, sounds)
+        asked.append(Asked(made.ids, made.features, {"media": made.items, "adapter": made.adapter}))
+        given = phi4.theirs(text, images, sounds)
+        with torch.no_grad():
+            out = phi4.references[adapter].generate(
+                **given, attention_mask=torch.ones_like(given["input_ids"]), max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        expected.append(out[0, len(made.ids) :].tolist())
+    # Keys of a longer context would be rotated otherwise.
+    return Subject(phi4.folder, asked, expected, None, {"context_length": 512})
+
+
 def hearing() -> Subject:
     whisper()
     texts = [
@@ -163,7 +191,7 @@ def hearing() -> Subject:
 @pytest.mark.parametrize(("model", "spread"), CASES)
 def test_spread_over_ranks_it_is_the_same_model(model: str, spread: str, tmp_path: Path) -> None:
     given = subject(model, tmp_path)
-    with spread_over(given.path, **SPREADS[spread]) as served:
+    with spread_over(given.path, **SPREADS[spread], **given.settings) as served:
         assert served.ask(given.prompts, NEW_TOKENS) == given.expected
         again = served.ask(given.prompts[::-1], NEW_TOKENS)
         assert again == given.expected[::-1], "other replicas, cached prefixes"

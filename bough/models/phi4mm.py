@@ -1,0 +1,132 @@
+"""Phi-4-multimodal: Phi-4-mini with SigLIP over tiles and the whole image, a conformer over sound, and two adapters. Prompts
+with images are computed with one of them, prompts with sounds alone with the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from bough.config.fields import Fields
+from bough.config.model_facts import ModelFacts
+from bough.config.phi4mm import read_phi4mm
+from bough.config.phi4mm_config import ADAPTERS
+from bough.models import phi3
+from bough.models.seeing import seeing_weights, tower_of, with_tower
+from bough.models.vit_vision import VIT
+from bough.weights.mapping import Exact, Fuse, Mapping, Rename, Rule, Split
+
+if TYPE_CHECKING:
+    from bough.layers.build import Build
+    from bough.layers.tower import Tower
+
+
+def read(config: Fields) -> ModelFacts:
+    towers = read_phi4mm(config)
+    facts = replace(phi3.read(config), tower=tower_of(config, towers.tower()))
+    return facts if facts.tower is None else facts.with_adapters(towers.adapters)
+
+
+def _tower(facts: ModelFacts, build: Build) -> Tower:
+    from bough.models.phi4mm_tower import Phi4Tower
+
+    return Phi4Tower(read_phi4mm(Fields(facts.config)), build)
+
+
+def _adapted(source: str, target: str, parts: tuple[str, ...] = ()) -> tuple[Rule, ...]:
+    """The rules of a matrix with adapters, whose own weight is called `base_layer` then."""
+
+    def cut(source: str, target: str) -> Rule:
+        return Split(source, target, parts=parts) if parts else Rename(source, target)
+
+    source, target = f"model.layers.*.{source}", f"layers.*.{target}"
+    rules = [cut(f"{source}.base_layer", target)]
+    for name in ADAPTERS:
+        rules += [
+            Rename(f"{source}.lora_A.{name}", f"{target}.lora_a.{name}"),
+            cut(f"{source}.lora_B.{name}", f"{target}.lora_b.{name}"),
+        ]
+    return tuple(rules)
+
+
+TEXT: Final = Mapping(
+    *phi3.WEIGHTS.rules,
+    *_adapted("self_attn.qkv_proj", "attn.qkv", ("q", "k", "v")),
+    *_adapted("self_attn.o_proj", "attn.out"),
+    *_adapted("mlp.gate_up_proj", "mlp.gate_up", ("gate", "up")),
+    *_adapted("mlp.down_proj", "mlp.down"),
+)
+PICTURES: Final[tuple[Rule, ...]] = (
+    Rename("img_projection_up", "tower.see.steps.0"),
+    Rename("img_projection_down", "tower.see.steps.2"),
+    Rename("img_projection.*", "tower.see.steps.*"),
+    Exact("sub_img_feature_extensor", "tower.row_mark.weight"),
+    Exact("sub_GN", "tower.row_mark.weight"),
+    Exact("global_img_feature_extensor", "tower.whole_mark.weight"),
+    Exact("glb_GN", "tower.whole_mark.weight"),
+)
+"""Names below what sees, of transformers and of the original checkpoint..."""
+SOUNDS: Final[tuple[Rule, ...]] = (
+    Rename("up_proj_for_speech", "tower.hear_alone.steps.0"),
+    Rename("down_proj_for_speech", "tower.hear_alone.steps.2"),
+    Rename("audio_projection.speech.*", "tower.hear_alone.steps.*"),
+    Rename("up_proj_for_vision_speech", "tower.hear_seeing.steps.0"),
+    Rename("down_proj_for_vision_speech", "tower.hear_seeing.steps.2"),
+    Rename("audio_projection.vision.*", "tower.hear_seeing.steps.*"),
+)
+"""...below what hears..."""
+_BLOCK: Final = "encoders.*"
+_OURS: Final = "tower.ear.blocks.*"
+
+
+def _feed_forward(source: str, target: str) -> tuple[Rule, ...]:
+    return (
+        Rename(f"{_BLOCK}.{source}.layer_norm", f"{_OURS}.{target}.norm"),
+        *(
+            Rename(f"{_BLOCK}.{source}.{name}", f"{_OURS}.{target}.up_gate")
+            for name in ("gate_up_proj", "net.*.linear")
+        ),
+        *(Rename(f"{_BLOCK}.{source}.{name}", f"{_OURS}.{target}.down") for name in ("down_proj", "net.*")),
+    )
+
+
+def _attention(names: Sequence[str], out: str) -> tuple[Rule, ...]:
+    q, k, v = (f"{_BLOCK}.self_attn.{name}" for name in names)
+    return (
+        Fuse(f"{_OURS}.qkv", q=q, k=k, v=v),
+        Rename(f"{_BLOCK}.self_attn.{out}", f"{_OURS}.out"),
+    )
+
+
+CONFORMER: Final[tuple[Rule, ...]] = (
+    Exact("encoder_embedding.global_mean", "tower.ear.mean.weight"),
+    Exact("encoder_embedding.global_invstd", "tower.ear.inverse.weight"),
+    Rename("embed.conv.*", "tower.ear.shrink.*"),
+    Rename("embed.out", "tower.ear.out"),
+    Exact("relative_attention_bias_layer.bias_values.weight", "tower.ear.bias.weight"),
+    *_feed_forward("feed_forward_in", "before"),
+    *_feed_forward("feed_forward_out", "behind"),
+    *_attention(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    *_attention(("linear_q", "linear_k", "linear_v"), "linear_out"),
+    Rename(f"{_BLOCK}.layer_norm_att", f"{_OURS}.attn_norm"),
+    Rename(f"{_BLOCK}.layer_norm", f"{_OURS}.norm"),
+    Rename(f"{_BLOCK}.conv.layer_norm", f"{_OURS}.conv.norm"),
+    Rename(f"{_BLOCK}.conv.glu.ext_pw_conv_1d", f"{_OURS}.conv.gates"),
+    Exact(f"{_BLOCK}.conv.glu.b1", f"{_OURS}.conv.value_bias.weight"),
+    Exact(f"{_BLOCK}.conv.glu.b2", f"{_OURS}.conv.gate_bias.weight"),
+    Rename(f"{_BLOCK}.conv.dw_sep_conv_1d.dw_conv", f"{_OURS}.conv.along"),
+    Rename(f"{_BLOCK}.conv.dw_sep_conv_1d.pw_conv", f"{_OURS}.conv.across"),
+    Rename(f"{_BLOCK}.conv.ext_pw_conv_1d", f"{_OURS}.conv.out"),
+)
+"""...and below its encoder."""
+EMBED: Final = "model.embed_tokens_extend"
+WEIGHTS = seeing_weights(
+    TEXT,
+    VIT,
+    (f"{EMBED}.image_embed.img_processor.",),
+    (PICTURES, (f"{EMBED}.image_embed.",)),
+    (SOUNDS, (f"{EMBED}.audio_embed.",)),
+    (CONFORMER, (f"{EMBED}.audio_embed.encoder.",)),
+    bodies=(("model.", ""),),
+)
+make = with_tower(phi3.make, _tower)
