@@ -70,11 +70,8 @@ def read_adapter_config(folder: Path) -> dict[str, float]:
     return {"r": rank, "lora_alpha": alpha * math.sqrt(rank) if given.get("use_rslora") else alpha}
 
 
-def stored_name(path: Path, name: str) -> str:
-    """The name of a tensor of the file at `path`: of one in an adapter's folder, as a checkpoint would call it that holds
-    all adapters (`model.layers.0.self_attn.o_proj.lora_A.vision.weight`)."""
-    if path.name != ADAPTER_WEIGHTS:
-        return name
-    adapter = path.parent.name.removesuffix(_FOLDER)
+def adapter_tensor(adapter: str, name: str) -> str:
+    """The name of a tensor of an adapter's file, as a checkpoint would call it that holds all adapters
+    (`model.layers.0.self_attn.o_proj.lora_A.vision.weight`)."""
     stem, _, last = name.removeprefix(_PREFIX).rpartition(".")
     return f"{stem}.{adapter}.{last}"

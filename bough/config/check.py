@@ -92,6 +92,8 @@ def _ranges(config: Config) -> None:
     device, cache, scheduler, server, log = config.device, config.cache, config.scheduler, config.server, config.log
     for name, value, low, high in (
         ("context_length", config.model.context_length, 1, None),
+        ("max_loras_per_batch", config.model.max_loras_per_batch, 1, 1024),
+        ("max_lora_rank", config.model.max_lora_rank, 1, 8192),
         ("mem_fraction_static", device.mem_fraction_static, 0.01, 0.99),
         ("cuda_graph_max_tokens", device.cuda_graph_max_tokens, 1, 8192),
         ("cpu_threads", device.cpu_threads, 1, 4096),

@@ -107,6 +107,15 @@ class ModelConfig:
     Requests can lower these limits, not raise them."""
     language_model_only: bool = False
     """Serve only the language model of a multimodal model, without its vision and audio encoders."""
+    enable_lora: bool = True
+    """Serve the adapters (LoRA) of --lora-paths."""
+    lora_paths: tuple[str, ...] = ()
+    """Adapters that requests may name, as name=directory: PEFT's adapter_config.json and adapter_model.safetensors. All
+    of them are loaded at the start, and stay on the device."""
+    max_loras_per_batch: int = 8
+    """Most adapters, all of which may be in one batch."""
+    max_lora_rank: int | Auto = AUTO
+    """Largest rank of an adapter; one with a larger rank is refused. auto: any."""
     is_embedding: bool = False
     """Serve as a pooling model (embeddings, rerank, classification) even if the checkpoint does not say that it is
     one."""

@@ -127,12 +127,13 @@ NEARLY: Mapping[str, str] = {
     "parallel": "max_running_requests",
     "enable_expert_parallel": "ep_size",
     "alias": "served_model_name",
+    "lora_modules": "lora_paths",
+    "max_loras": "max_loras_per_batch",
 }
 """Flags of other servers with a similar but different meaning here. They are refused, with the name of the similar
 setting."""
 
 NOT_THERE: Mapping[str, str] = {
-    "lora": "adapters (LoRA)",
     "disaggregation": "disaggregated prefill",
     "two_batch_overlap": "two-batch overlap",
 }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from bough.config.adapter_folders import stored_name
-from bough.config.concerns import ModelConfig
+from bough.config.adapter_folders import adapter_tensor
+from bough.config.concerns import AUTO, Auto, ModelConfig
 from bough.config.default_model import DEFAULT_MODEL_NAME, default_model_path, is_default_model
 from bough.config.download import Progress, download
 from bough.config.fields import Fields
@@ -26,6 +26,7 @@ from bough.config.gguf_header import GgufHeader, TensorInfo, read_gguf_header
 from bough.config.hub_files import first_line
 from bough.config.hub_name import parse_hub_name
 from bough.config.internvl_config import from_own
+from bough.config.lora_paths import parse_paths, read_paths
 from bough.config.mistral_config import config_from_params
 from bough.config.phi4mm_config import adapter_files, from_phi4mm
 from bough.config.sharded import Shards, read_manifest
@@ -75,6 +76,8 @@ class Checkpoint:
     """The headers of `files`, if they are GGUF."""
     shards: Shards | None = field(default=None, repr=False)
     """How it was cut into one file per rank, if it was (`bough shard`)."""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    """Names and files of adapters that do not lie in `files`."""
 
     @property
     def architecture(self) -> str:
@@ -131,7 +134,15 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, StoredShape]:
-        """All tensors by the name the file gives them, from headers alone."""
+        """All tensors by the name the file gives them, from headers alone; those of adapters as `adapter_tensor` says."""
+        beside = {
+            adapter_tensor(adapter, name): shape
+            for adapter, path in self.adapters
+            for name, shape in _safetensors_shapes(path).items()
+        }
+        return {**self._own_tensors(), **beside}
+
+    def _own_tensors(self) -> dict[str, StoredShape]:
         if self.kind == "gguf":
             return {
                 name: StoredShape(info.kind, info.shape, info.nbytes)
@@ -156,6 +167,7 @@ class _Packed(Struct, array_like=True):
     gguf: list[tuple[dict[str, Any], dict[str, TensorInfo], int]]
     tensors: dict[str, StoredShape]
     shards: Shards | None = None
+    adapters: list[tuple[str, str]] = []
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
@@ -172,6 +184,7 @@ def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
             [(header.metadata, header.tensors, header.data_offset) for header in checkpoint.gguf],
             {} if checkpoint.kind == "gguf" else checkpoint.tensors,
             checkpoint.shards,
+            [(name, str(path)) for name, path in checkpoint.adapters],
         )
     )
 
@@ -189,6 +202,7 @@ def unpack_checkpoint(packed: bytes) -> Checkpoint:
         tokenizer=Path(given.tokenizer),
         gguf=tuple(GgufHeader(*header) for header in given.gguf),
         shards=given.shards,
+        adapters=tuple((name, Path(path)) for name, path in given.adapters),
     )
     if given.kind != "gguf":
         vars(checkpoint)["tensors"] = given.tensors
@@ -204,26 +218,34 @@ def open_checkpoint(
     download_dir: str = "",
     processor: str = "",
     language_model_only: bool = False,
+    lora_paths: Sequence[str] = (),
+    max_loras: int = 8,
+    max_lora_rank: int | Auto = AUTO,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Finds `model` and reads its headers; downloads it first if it is a hub id that is not in the cache.
 
     `overrides` is a JSON object merged into the config, `processor` one merged into the settings of its media processor.
     `language_model_only` is noted in the config. `load_format="dummy"` needs only a config. `download_dir`: instead of the
-    hub's cache. `progress` is called with the progress of a download.
+    hub's cache. `lora_paths`: adapters that requests may name, `max_loras` at most, of rank `max_lora_rank` at most.
+    `progress` is called with the progress of a download.
     """
+    adapters = parse_paths(lora_paths)
     patch = _parse_overrides(overrides, "--json-model-override-args")
     given = _parse_overrides(processor, "--mm-processor-kwargs")
     if language_model_only:
         patch = {**patch, "language_model_only": True}
     path = _locate(model, revision, load_format, progress, download_dir)
     name = _display_name(model, path)
-    if path.is_file():
-        return _open_gguf(path, name, load_format, patch)
-    lone = _lone_gguf(path)
+    lone = path if path.is_file() else _lone_gguf(path)
     if lone is not None:
-        return _open_gguf(lone, name, load_format, patch)
-    checkpoint = _open_directory(path, name, load_format, patch)
+        checkpoint = _open_gguf(lone, name, load_format, patch)
+    else:
+        checkpoint = _open_directory(path, name, load_format, patch)
+    if adapters:
+        known, files = read_paths(adapters, most=max_loras, most_rank=max_lora_rank)
+        kept = () if load_format == "dummy" else files
+        checkpoint = replace(checkpoint, config={**checkpoint.config, **known}, adapters=(*checkpoint.adapters, *kept))
     if given and "processor_config" in checkpoint.config:
         found = checkpoint.config["processor_config"]
         for part in ("image_processor", "video_processor"):
@@ -242,6 +264,9 @@ def checkpoint_of(model: ModelConfig, progress: Progress | None = None) -> Check
         download_dir=model.download_dir,
         processor=model.mm_processor_kwargs,
         language_model_only=model.language_model_only,
+        lora_paths=model.lora_paths if model.enable_lora else (),
+        max_loras=model.max_loras_per_batch,
+        max_lora_rank=model.max_lora_rank,
         progress=progress,
     )
 
@@ -348,7 +373,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
     elif load_format == "dummy":
         files = ()
     else:
-        files = _safetensors_files(path, "consolidated" if own_layout else "model") + adapter_files(config, path)
+        files = _safetensors_files(path, "consolidated" if own_layout else "model")
     return Checkpoint(
         name=name,
         kind="config-only" if load_format == "dummy" else "safetensors",
@@ -358,6 +383,7 @@ def _open_directory(path: Path, name: str, load_format: str, patch: Mapping[str,
         files=files,
         tokenizer=path,
         shards=shards,
+        adapters=() if load_format == "dummy" or shards is not None else adapter_files(config, path),
     )
 
 
@@ -444,7 +470,7 @@ def _safetensors_shapes(path: Path) -> dict[str, StoredShape]:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                stored_name(path, name): StoredShape(
+                name: StoredShape(
                     part.get_dtype(), tuple(part.get_shape()), _nbytes(part.get_dtype(), part.get_shape())
                 )
                 for name, part in slices.items()

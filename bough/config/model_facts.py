@@ -422,6 +422,9 @@ class LayerFacts:
     """The earlier layer whose keys and values this one reads instead of its own; None: it has its own."""
     adapter_ranks: int = 0
     """Of all adapters of its matrices together."""
+    adapters_fused: bool = True
+    """Parts of a matrix that are computed together (queries, keys and values; gate and up) share an adapter's first
+    product."""
 
     def num_parameters(self, hidden: int) -> int:
         """Weights of the mixers and of the feed-forward block, and of adapters."""
@@ -437,10 +440,14 @@ class LayerFacts:
         """Inputs and outputs of the matrices that have adapters."""
         total = 0
         if isinstance(self.ffn, Dense):
-            total += 2 * hidden + (self.ffn.gated + 2) * self.ffn.intermediate
+            ups = 1 + self.ffn.gated
+            total += (1 + (1 if self.adapters_fused else ups)) * hidden + (ups + 1) * self.ffn.intermediate
         for mixer in self.mixers:
             if isinstance(mixer, Gqa):
-                total += 2 * hidden + mixer.projected + mixer.num_heads * mixer.value_dim
+                parts = 2 if mixer.values_are_keys else 3
+                total += (1 + (1 if self.adapters_fused else parts)) * hidden
+                total += mixer.projected - (mixer.planes[1] if mixer.values_are_keys else 0)
+                total += mixer.num_heads * mixer.value_dim
         return total
 
     @property
@@ -542,7 +549,9 @@ class ModelFacts:
     tower: TowerFacts | None = None
     """The media encoder; None: the model takes text only, or is served for text only."""
     adapters: tuple[AdapterFacts, ...] = ()
-    """That the checkpoint brings, of attention and feed-forward blocks of all layers (`LayerFacts.adapter_ranks`)."""
+    """Of attention and feed-forward blocks of all layers (`LayerFacts.adapter_ranks`)."""
+    built_in_adapters: bool = False
+    """They belong to the checkpoint: media choose among them. Otherwise the operator has given them, and requests do."""
     per_layer: PerLayerInputs | None = None
     altup: AltUp | None = None
     deepstack: int = 0
@@ -554,11 +563,11 @@ class ModelFacts:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def with_adapters(self, adapters: tuple[AdapterFacts, ...]) -> ModelFacts:
+    def with_adapters(self, adapters: tuple[AdapterFacts, ...], *, built_in: bool) -> ModelFacts:
         """The same model with adapters."""
         ranks = sum(each.rank for each in adapters)
-        layers = tuple(replace(layer, adapter_ranks=ranks) for layer in self.layers)
-        return replace(self, adapters=adapters, layers=layers)
+        layers = tuple(replace(layer, adapter_ranks=ranks, adapters_fused=built_in) for layer in self.layers)
+        return replace(self, adapters=adapters, built_in_adapters=built_in, layers=layers)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -46,8 +46,8 @@ def from_phi4mm(config: dict[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def adapter_files(config: dict[str, Any], path: Path) -> tuple[Path, ...]:
-    """The files of adapters that lie in folders beside the checkpoint's own."""
+def adapter_files(config: dict[str, Any], path: Path) -> tuple[tuple[str, Path], ...]:
+    """Names and files of adapters that lie in folders beside the checkpoint's own."""
     if config.get("architectures") != [BUILT_IN]:
         return ()
-    return tuple(folder_of(path, name) / ADAPTER_WEIGHTS for name in ADAPTERS if folder_of(path, name).is_dir())
+    return tuple((name, folder_of(path, name) / ADAPTER_WEIGHTS) for name in ADAPTERS if folder_of(path, name).is_dir())

@@ -24,8 +24,8 @@ _ACTING: Final = """
     disable_priority_preemption disable_radix_cache dist_init_addr download_dir dtype enable_cache_report
     enable_deterministic_inference
     enable_metrics enable_priority_scheduling grammar_backend grpc_port fastapi_root_path host incremental_streaming_output
-    is_embedding json_model_override_args kv_cache_dtype limit_mm_data_per_request load_format log_level log_requests
-    log_requests_level
+    enable_lora is_embedding json_model_override_args kv_cache_dtype limit_mm_data_per_request load_format log_level
+    log_requests log_requests_level lora_paths max_lora_rank max_loras_per_batch
     max_prefill_tokens max_queued_requests max_running_requests max_total_tokens mem_fraction_static model model_impl
     model_path nccl_init_addr nnodes node_rank page_size port preferred_sampling_params
     priority_scheduling_preemption_threshold quantization quantization_param_path radix_eviction_policy random_seed

@@ -81,12 +81,12 @@ REFUSALS: Final = (
         "speculative_ngram_max_trie_depth=18 speculative_ngram_external_sam_budget=0 spec_trace_dir=",
     ),
     Refusal(
-        "adapters (LoRA) are not there yet",
-        "leave it out",
+        "adapters (LoRA) are loaded at the start, with every tensor or not at all, and stay on the device",
+        "leave it out, and give --lora-paths",
         """
-        enable_lora enable_lora_overlap_loading max_lora_rank= lora_target_modules= lora_paths= max_loaded_loras=
-        max_loras_per_batch=8 lora_eviction_policy=lru lora_backend=csgmv max_lora_chunk_size=16
-        experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold=0.0
+        enable_lora_overlap_loading lora_target_modules= max_loaded_loras= lora_eviction_policy=lru lora_backend=csgmv
+        max_lora_chunk_size=16 experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading
+        lora_drain_wait_threshold=0.0
         """,
     ),
     Refusal(

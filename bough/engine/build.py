@@ -25,6 +25,7 @@ from bough.config.hf import Checkpoint
 from bough.config.hosts import crew_of, nodes_of_ranks
 from bough.config.kv_groups import held_layers, stage_groups, why_kv_stays
 from bough.config.layout import Layout
+from bough.config.lora_paths import names_of
 from bough.config.memory_plan import MemoryPlan
 from bough.config.model_facts import ModelFacts, Moe
 from bough.config.pooling_facts import PoolingFacts
@@ -629,6 +630,7 @@ def ready_facts(decided: Decided, limits: RunnerLimits) -> dict[str, Any]:
         "kv_cache_dtype": resolved.config.model.kv_cache_dtype,
         "kv_join": resolved.config.cache.radix_cache and pooling is None and not limits.kv_stays,
         "media": list(media_kinds(facts, pooling)),
+        "adapters": names_of(facts.config),
         "media_width": facts.tower.width if facts.tower is not None else 0,
         "score_items": pooling is None and facts.takes_items and parallel.pp_size == parallel.attn_cp_size == 1,
         "decisions": resolved.lines(),

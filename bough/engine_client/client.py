@@ -53,6 +53,7 @@ from bough.engine_client.request import Request, pieces
 from bough.engine_client.sessions import SessionParams, Sessions, SessionTurn
 from bough.engine_client.stream import DeltaStream
 from bough.ipc import AsyncInbox, Endpoints, read_status
+from bough.lora.registry import AdapterRegistry
 from bough.multimodal.media import Lease, Media
 from bough.observability.requests import RequestMeter
 from bough.observability.trace import CURRENT
@@ -80,15 +81,17 @@ class EngineClient:
         gate: WorkGate | None = None,
         pools: bool | None = None,
         processors: frozenset[str] | None = None,
+        adapters: Sequence[str] = (),
         truncate: bool = False,
         parallel: ParallelConfig | None = None,
         media: Media | None = None,
     ) -> None:
         """`eos_ids`: ids that end an answer besides the tokenizer's. `tokenizer` None: token ids only, both ways.
         `pools`: whether the model pools; requests of the other kind are refused. `processors`: the logit processors
-        that requests may name. None: any are sent. `truncate`: prompts that are too long are truncated instead of
-        refused. `parallel`: how many engines there are, and how requests are spread over them; None: there is one.
-        `media`: prepares images, video and audio; None: the model takes text only."""
+        that requests may name. None: any are sent. `adapters`: names that requests may use, in the order of their numbers.
+        `truncate`: prompts that are too long are truncated instead of refused. `parallel`: how many engines there are, and
+        how requests are spread over them; None: there is one. `media`: prepares images, video and audio; None: the model
+        takes text only."""
         self.tokenizer = tokenizer
         self.context_length = context_length
         self.vocab_size = vocab_size
@@ -112,10 +115,12 @@ class EngineClient:
         self.pools = pools
         self.sessions = Sessions(self.abort)
         self.joins = Joins(self.call, tokenizer, self._parallel.num_schedulers)
+        self._adapters = AdapterRegistry(adapters)
         limits = RequestLimits(context_length, vocab_size, tokenizer, truncate=truncate)
         self._preparer = Preparer(
-            limits, self.tokenizers, self.sessions, self.joins, pools=pools, processors=processors, media=media
-        )
+            limits, self.tokenizers, self.sessions, self.joins,
+            pools=pools, processors=processors, adapters=self._adapters, media=media,
+        )  # fmt: skip
         self.media = media
         self._leases: dict[int, Lease] = {}
         """By stream: the media that it uses."""
@@ -150,6 +155,7 @@ class EngineClient:
             gate=gate,
             pools=bool(facts["pooling"]) if "pooling" in facts else None,
             processors=frozenset(facts["logit_processors"]) if "logit_processors" in facts else None,
+            adapters=facts.get("adapters", ()),
             truncate=truncate,
             parallel=parallel,
             media=media,
@@ -512,7 +518,8 @@ class EngineClient:
             namespace = session_namespace(request.namespace, request.session.id, request.caller)
         common = compose(
             request, prompt, sampling,
-            rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer, media=media,
+            rid=rid, namespace=namespace, eos_ids=self._eos_ids, tokenizer=self.tokenizer,
+            adapter=self._adapters.number(request.adapter), media=media,
         )  # fmt: skip
         if request.session is not None and not goes_on_from_join(request):
             turn = self.sessions.begin(request.session, rid, prompt, tenant)

@@ -25,9 +25,11 @@ def compose(
     namespace: str,
     eos_ids: tuple[int, ...],
     tokenizer: Tokenizer | None,
+    adapter: int = 0,
     media: PromptMedia | None = None,
 ) -> Generate:
-    """The fields that all answers of a request share; `for_answer` makes the message of each."""
+    """The fields that all answers of a request share; `for_answer` makes the message of each. `adapter`: the number of the
+    request's adapter."""
     text = text_spec(request, prompt, sampling, tokenizer)
     return Generate(
         id=0,
@@ -57,7 +59,7 @@ def compose(
         and not request.pool
         and not request.items
         and not media,
-        adapter=media.adapter if media is not None else 0,
+        adapter=adapter or (media.adapter if media is not None else 0),
         media=media.items if media is not None else (),
         positions=media.positions(prompt) if media is not None else b"",
     )

@@ -19,7 +19,7 @@ from bough.engine_client.request import PRIORITIES, Request
 from bough.engine_client.sampling import Sampling, parse_sampling
 from bough.engine_client.sessions import SessionParams
 from bough.engine_client.stream import DeltaStream
-from bough.engine_client.unserved import refuse_unserved
+from bough.engine_client.unserved import is_off, refuse_unserved
 
 Json = dict[str, Any]
 
@@ -27,7 +27,7 @@ _PER_REQUEST: Final = frozenset(
     {"sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"}
     | {"processed_logprobs", "return_hidden_states", "priority", "cache_salt", "extra_key", "session_params"}
     | {"data_parallel_rank", "routed_dp_rank"}
-    | {"speculate"}
+    | {"speculate", "lora_path"}
 )
 """Fields that may have one value for all prompts, or a list with one value per prompt."""
 _MEDIA_FIELDS: Final = frozenset({*NATIVE_MEDIA, "mm_processor_kwargs", "max_dynamic_patch", "min_dynamic_patch"})
@@ -65,6 +65,8 @@ def native_batch(
     pooling model is to return; `bounded`: the prompts and their answers are counted, as they are not for `Engine`.
     """
     given = {name: value for name, value in fields.items() if value is not None}
+    if "lora_path" in given and is_off(given["lora_path"]):
+        del given["lora_path"]
     if not given.keys() <= NATIVE_FIELDS and (others := refuse_unserved(given, given.keys() - NATIVE_FIELDS)):
         unknown = min(others)
         raise InvalidRequest(
@@ -277,6 +279,7 @@ _READERS: Final[dict[str, tuple[str, Callable[[str, Any], Any]]]] = {
     "data_parallel_rank": ("data_parallel_rank", lambda name, value: _integer(name, value, 0, MOST_REPLICAS - 1)),
     "routed_dp_rank": ("data_parallel_rank", lambda name, value: _integer(name, value, 0, MOST_REPLICAS - 1)),
     "speculate": ("speculate", _flag),
+    "lora_path": ("adapter", _name),
     "session_params": ("session", lambda _, value: session_params(value)),
     "stream_interval": ("every", lambda name, value: _integer(name, value, 1, 2**31 - 1)),
 }

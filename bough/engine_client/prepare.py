@@ -15,6 +15,7 @@ from bough.engine_client.limits import RequestLimits
 from bough.engine_client.prompted import Prompted, PromptMedia
 from bough.engine_client.request import Request
 from bough.engine_client.sessions import SessionParams, Sessions, SessionTurn
+from bough.lora.registry import AdapterRegistry
 from bough.multimodal.media import Lease, Media, shifted
 from bough.multimodal.placing import Placed, Placer
 from bough.multimodal.processor import Prepared
@@ -35,10 +36,11 @@ class Preparer:
         *,
         pools: bool | None,
         processors: frozenset[str] | None,
+        adapters: AdapterRegistry,
         media: Media | None = None,
     ) -> None:
         """`pools`: whether the model does; None: not known. `processors`: logit processors that may be named; None: any.
-        `media`: None: the model takes text only."""
+        `adapters`: those that may be named. `media`: None: the model takes text only."""
         self._media = media
         self._limits = limits
         self._tokenizers = tokenizers
@@ -46,12 +48,14 @@ class Preparer:
         self._joins = joins
         self._pools = pools
         self._processors = processors
+        self._adapters = adapters
 
     def check(self, requests: Sequence[Request]) -> None:
         """Checks that need no tokenization."""
         for request in requests:
             self._check_kind(request)
             self._check_processor(request)
+            self._adapters.number(request.adapter)
         _check_sessions(requests)
 
     async def prompts(self, requests: Sequence[Request]) -> list[Prompted]:

@@ -52,6 +52,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """The sender: names (`rid`, sessions, followed requests) belong to the caller's tenant."""
     namespace: str = ""
     """Salt with which the client separates its cached prefixes."""
+    adapter: str = ""
+    """The name of the adapter that computes it; empty: none, or the one that its media ask for."""
     priority: int = 0
     deadline_s: float = 0.0
     every: int = 1

@@ -24,7 +24,6 @@ UNSERVED: Final[Mapping[str, tuple[str, str]]] = {
     "mm_processor_kwargs": _MEDIA,
     "images_config": _MEDIA,
     "video_config": _MEDIA,
-    "lora_path": ("this server has no adapters loaded", "leave it out"),
     "custom_logit_processor": _CODE,
     "logits_processors": _CODE,
     "return_routed_experts": _INSIDE,
@@ -56,13 +55,13 @@ def refuse_unserved(data: Mapping[str, Any], names: Iterable[str]) -> tuple[str,
     for name in names:
         if name not in UNSERVED:
             unknown.append(name)
-        elif not _is_off(data[name]):
+        elif not is_off(data[name]):
             why, fix = UNSERVED[name]
             raise InvalidRequest(what=f"{name} is not supported", why=why, fix=fix, param=name)
     return tuple(unknown)
 
 
-def _is_off(value: Any) -> bool:
+def is_off(value: Any) -> bool:
     """Clients that fill in every field send one null for each prompt of a batch."""
     each = value if isinstance(value, list | tuple) else [value]
     return all(one in (None, False, "", [], {}, 0) for one in each)

@@ -35,6 +35,8 @@ class ServedModel:
     """The names under which it is listed; empty: the first only."""
     aliases: frozenset[str] = frozenset()
     """Other names that are accepted: the path it was started with, "default"."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters, which stand for models, too, alone and behind one of the model's (`base:adapter`)."""
     patterns: tuple[str, ...] = ()
     """Patterns of further names that are accepted (`claude-*`)."""
     tokenizer: Tokenizer | None
@@ -95,6 +97,7 @@ def make_served(
         name=name,
         names=names,
         aliases=frozenset({checkpoint.name, config.model.model, DEFAULT_NAME} - {*names, ""}),
+        adapters=tuple(facts.get("adapters", ())),
         patterns=patterns,
         tokenizer=tokenizer,
         context_length=facts["context_length"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from bough.kernels.lora import LoraStack, TokenAdapters, add_lora
 from bough.kernels.norm import add_rms_norm
 from bough.quantization.scheme import Matrix, Part
 from bough.quantization.unquantized import GATES
-from bough.weights.slots import Slot
+from bough.weights.slots import Slot, pass_over
 from bough.weights.stored import Stored, copy_into
 
-TARGETS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
+TARGETS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.up", "mlp.down")
 """Linear layers of a block that have adapters, in models with any."""
 
 
@@ -51,8 +51,11 @@ class PassAdapters:
 class Adapters:
     """The adapters of a model: what its matrices are told of the pass that is under way."""
 
-    def __init__(self, facts: Sequence[AdapterFacts]) -> None:
+    def __init__(self, facts: Sequence[AdapterFacts], *, built_in: bool = False) -> None:
+        """`built_in`: they belong to the checkpoint, are there for every matrix, and make all parts of one from the same
+        narrow inputs. Otherwise each part has narrow inputs of its own, and an adapter may leave matrices out."""
         self.facts = tuple(facts)
+        self.built_in = built_in
         self.under_way: PassAdapters | None = None
         """None: no token of the pass has an adapter."""
 
@@ -67,7 +70,7 @@ class AdaptedMatrix(Matrix):
     def __init__(
         self, base: Matrix, parts: Sequence[Part], adapters: Adapters, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`parts`: of the matrix; an adapter makes all of them from the same narrow inputs."""
+        """`parts`: of the matrix."""
         super().__init__()
         self.base = base
         self.parts = tuple(parts)
@@ -75,12 +78,15 @@ class AdaptedMatrix(Matrix):
         ranks = [each.rank for each in adapters.facts]
         ends = list(accumulate(ranks))
         self.offsets = [end - rank for end, rank in zip(ends, ranks, strict=True)]
-        outputs = sum(part.num_rows for part in parts)
+        rows = [part.num_rows for part in parts]
+        outputs = sum(rows)
+        self.narrow = 1 if adapters.built_in else len(parts)
+        """Parts that have narrow inputs of their own."""
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.lora_a = parameter(ends[-1], parts[0].num_cols)
+        self.lora_a = parameter(self.narrow * ends[-1], parts[0].num_cols)
         self.lora_b = parameter(outputs, ends[-1])
         ints = partial(torch.tensor, dtype=torch.int32, device=device)
         self._rest = (
@@ -89,21 +95,27 @@ class AdaptedMatrix(Matrix):
             ints(self.offsets),
         )
         self._most_rank = max(ranks)
+        self._ends = [0, outputs] if adapters.built_in else [0, *accumulate(rows)]
         self._stacks: dict[tuple[int, int], LoraStack] = {}
         self.num_outputs = outputs
 
     def weight_slots(self) -> dict[str, Slot]:
         slots = self.base.weight_slots()
-        inputs = self.parts[0].cols
+        inputs, width = self.parts[0].cols, self.parts[0].shape[1]
+        optional = not self.adapters.built_in
         for adapter, first in zip(self.adapters.facts, self.offsets, strict=True):
-            mine = slice(first, first + adapter.rank)
-            shape = (adapter.rank, self.parts[0].shape[1])
-            slots[f"lora_a.{adapter.name}.weight"] = Slot(shape, partial(_fill, self.lora_a[mine], slice(None), inputs))
-            start = 0
-            for part in self.parts:
-                target = self.lora_b[start : start + part.num_rows, mine]
-                name = f"lora_b.{adapter.name}." + part.slot_name("weight")
-                slots[name] = Slot((part.shape[0], adapter.rank), partial(_fill, target, part.rows, slice(None)))
+            rank, start = adapter.rank, 0
+            for number, part in enumerate(self.parts):
+                a_name, b_name = (part.slot_name(f"lora_{each}.{adapter.name}.weight") for each in "ab")
+                line = self.narrow * first + number * rank
+                put = partial(_fill, self.lora_a[line : line + rank], slice(None), inputs)
+                if number >= self.narrow:
+                    put = pass_over  # the first part has filled what they share
+                # A checkpoint that fuses the parts has one for all of them.
+                slots[a_name] = Slot((rank, width), put, optional=optional, outputs=None)
+                target = self.lora_b[start : start + part.num_rows, first : first + rank]
+                fill = partial(_fill, target, part.rows, slice(None))
+                slots[b_name] = Slot((part.shape[0], rank), fill, optional=optional)
                 start += part.num_rows
         return slots
 
@@ -138,17 +150,25 @@ class AdaptedMatrix(Matrix):
     def _added(self, out_TO: Tensor, x_TD: Tensor, start: int, stop: int) -> Tensor:
         """The product of outputs `start .. stop - 1`, with what adapters add."""
         if self.adapters.under_way is not None:
-            add_lora(out_TO, x_TD, self._stack(start, stop), self.adapters.under_way.of(len(x_TD)))
+            tokens = self.adapters.under_way.of(len(x_TD))
+            if self.narrow == 1 or stop - start == self.num_outputs:
+                add_lora(out_TO, x_TD, self._stack(start, stop), tokens)
+            else:  # some of the parts: in the last layer of prompts, whose queries are few
+                all_TO = out_TO.new_zeros(len(x_TD), self.num_outputs)
+                add_lora(all_TO, x_TD, self._stack(0, self.num_outputs), tokens)
+                out_TO += all_TO[:, start:stop]
         return out_TO
 
     def _stack(self, start: int, stop: int) -> LoraStack:
         """The adapters, as kernels take them, of some outputs. Made once; parameters stay where they are."""
         found = self._stacks.get((start, stop))
         if found is None:
-            starts = torch.tensor([0, stop - start], dtype=torch.int32, device=self.lora_b.device)
+            ends = self._ends if self.narrow > 1 else [0, stop - start]
+            starts = torch.tensor(ends, dtype=torch.int32, device=self.lora_b.device)
+            widest = max(end - begin for begin, end in pairwise(ends))
             found = LoraStack(
                 self.lora_a, self.lora_b[start:stop], *self._rest, starts,
-                parts=1, widest=stop - start, most_rank=self._most_rank,
+                parts=self.narrow, widest=widest, most_rank=self._most_rank,
             )  # fmt: skip
             self._stacks[start, stop] = found
         return found

@@ -80,7 +80,7 @@ def build_model(
         experts_plan=experts_plan,
         first_layer=first_layer,
         spread=spread,
-        adapters=Adapters(facts.adapters) if facts.adapters else None,
+        adapters=_adapters(facts),
     )
     model: nn.Module = architecture.make(facts, build)
     place_weights(model)
@@ -106,6 +106,10 @@ def build_model(
         _log.warning("%s computes its first layer: nothing of it can be looked up", facts.architecture)
     model.eval()
     return model  # type: ignore[return-value]
+
+
+def _adapters(facts: ModelFacts) -> Adapters | None:
+    return Adapters(facts.adapters, built_in=facts.built_in_adapters) if facts.adapters else None
 
 
 def _left_out(facts: ModelFacts, pooling: PoolingFacts | None, mesh: Mesh) -> Callable[[str], bool]:
@@ -142,7 +146,7 @@ def reads_of(
         mesh=mesh,
         experts_plan=experts_plan,
         spread=spread,
-        adapters=Adapters(facts.adapters) if facts.adapters else None,
+        adapters=_adapters(facts),
     )
     model = architecture.make(facts, build)
     place_weights(model)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
 from bough.config.phi4mm import read_phi4mm
-from bough.config.phi4mm_config import ADAPTERS
 from bough.models import phi3
 from bough.models.seeing import seeing_weights, tower_of, with_tower
 from bough.models.vit_vision import VIT
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def read(config: Fields) -> ModelFacts:
     towers = read_phi4mm(config)
     facts = replace(phi3.read(config), tower=tower_of(config, towers.tower()))
-    return facts if facts.tower is None else facts.with_adapters(towers.adapters)
+    return facts if facts.tower is None else facts.with_adapters(towers.adapters, built_in=True)
 
 
 def _tower(facts: ModelFacts, build: Build) -> Tower:
@@ -33,29 +32,14 @@ def _tower(facts: ModelFacts, build: Build) -> Tower:
     return Phi4Tower(read_phi4mm(Fields(facts.config)), build)
 
 
-def _adapted(source: str, target: str, parts: tuple[str, ...] = ()) -> tuple[Rule, ...]:
-    """The rules of a matrix with adapters, whose own weight is called `base_layer` then."""
-
-    def cut(source: str, target: str) -> Rule:
-        return Split(source, target, parts=parts) if parts else Rename(source, target)
-
-    source, target = f"model.layers.*.{source}", f"layers.*.{target}"
-    rules = [cut(f"{source}.base_layer", target)]
-    for name in ADAPTERS:
-        rules += [
-            Rename(f"{source}.lora_A.{name}", f"{target}.lora_a.{name}"),
-            cut(f"{source}.lora_B.{name}", f"{target}.lora_b.{name}"),
-        ]
-    return tuple(rules)
-
-
 TEXT: Final = Mapping(
     *phi3.WEIGHTS.rules,
-    *_adapted("self_attn.qkv_proj", "attn.qkv", ("q", "k", "v")),
-    *_adapted("self_attn.o_proj", "attn.out"),
-    *_adapted("mlp.gate_up_proj", "mlp.gate_up", ("gate", "up")),
-    *_adapted("mlp.down_proj", "mlp.down"),
+    Split("model.layers.*.self_attn.qkv_proj.base_layer", "layers.*.attn.qkv", parts=("q", "k", "v")),
+    Rename("model.layers.*.self_attn.o_proj.base_layer", "layers.*.attn.out"),
+    Split("model.layers.*.mlp.gate_up_proj.base_layer", "layers.*.mlp.gate_up", parts=("gate", "up")),
+    Rename("model.layers.*.mlp.down_proj.base_layer", "layers.*.mlp.down"),
 )
+"""Where matrices have adapters, their own weights are called `base_layer`."""
 PICTURES: Final[tuple[Rule, ...]] = (
     Rename("img_projection_up", "tower.see.steps.0"),
     Rename("img_projection_down", "tower.see.steps.2"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bough.config.concerns import ModelImpl
 from bough.config.fields import Fields
+from bough.config.lora_paths import with_given
 from bough.config.model_facts import ModelFacts
 from bough.config.pooling_facts import is_dual, split_architecture
 from bough.core.errors import UnsupportedModel
@@ -211,6 +212,10 @@ def facts_of(config: Mapping[str, Any], impl: ModelImpl = "auto") -> ModelFacts:
     fields = Fields(config)
     name = fields.architecture()
     family, form = split_architecture(name)
+    return with_given(_facts_of(fields, name, family, form, impl), fields)
+
+
+def _facts_of(fields: Fields, name: str, family: str, form: str, impl: ModelImpl) -> ModelFacts:
     if impl == "transformers":
         return through_transformers.read(fields)
     if family in ENCODERS:

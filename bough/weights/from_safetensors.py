@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bough.config.adapter_folders import stored_name
 from bough.core.errors import WeightsError
 from bough.weights.stored import Stored
 
@@ -50,9 +49,8 @@ def open_safetensors(paths: tuple[Path, ...]) -> Iterator[dict[str, Stored]]:
                     what=f"{path} can't be read", why=str(error).splitlines()[0], fix="download it again"
                 ) from error
             for name in file.keys():  # noqa: SIM118
-                known = stored_name(path, name)
-                if known in tensors:
+                if name in tensors:
                     raise WeightsError(what=f"tensor {name} is in two files", why=f"the second is {path}")
                 part = file.get_slice(name)
-                tensors[known] = SafeTensor(name, part.get_dtype(), tuple(part.get_shape()), file)
+                tensors[name] = SafeTensor(name, part.get_dtype(), tuple(part.get_shape()), file)
         yield tensors

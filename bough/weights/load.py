@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Lock
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from bough.config.adapter_folders import adapter_tensor
 from bough.config.hf import Checkpoint
 from bough.core.errors import WeightsError
 from bough.weights.from_gguf import open_gguf
@@ -79,11 +80,25 @@ def trace_reads(
 
 def open_tensors(checkpoint: Checkpoint, rank: int = 0) -> AbstractContextManager[dict[str, Stored]]:
     """All tensors of a checkpoint by name, readable inside the `with`. `rank`: as in `load_weights`."""
+    return _with_adapters(checkpoint, rank) if checkpoint.adapters else _open_own(checkpoint, rank)
+
+
+def _open_own(checkpoint: Checkpoint, rank: int) -> AbstractContextManager[dict[str, Stored]]:
     if checkpoint.shards is not None:
         return open_shards(checkpoint.shards, checkpoint.path, rank)
     if checkpoint.kind == "safetensors":
         return open_safetensors(checkpoint.files)
     return nullcontext(open_gguf(checkpoint))
+
+
+@contextmanager
+def _with_adapters(checkpoint: Checkpoint, rank: int) -> Iterator[dict[str, Stored]]:
+    with ExitStack() as stack:
+        tensors = dict(stack.enter_context(_open_own(checkpoint, rank)))
+        for adapter, path in checkpoint.adapters:
+            found = stack.enter_context(open_safetensors((path,)))
+            tensors |= {adapter_tensor(adapter, name): stored for name, stored in found.items()}
+        yield tensors
 
 
 def _fit(

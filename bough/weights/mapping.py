@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # model files are read without torch
     from bough.weights.stored import Stored
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_ADAPTER: Final = re.compile(r"(.+)\.lora_([AB])\.([^.]+)\.weight")
+"""A tensor of an adapter: what it belongs to, which of its two products, the adapter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +284,14 @@ class Mapping:
         rule = self._stacked.get(pattern) or self._scales.get(pattern)
         if rule is not None and rule.interleaved:
             return _regroup(stored, [1] * len(parts))
-        if _NUMBER.sub("*", name.rpartition(".")[0]) in self._by_head:
+        adapted = _ADAPTER.fullmatch(name)
+        stem = _NUMBER.sub("*", name.rpartition(".")[0] if adapted is None else adapted[1])
+        shared = adapted is not None and _is_whole(parts)
+        if stem in self._by_head and not shared:
             groups = parts[-1].shape[0] // (parts[-1].head_rows or 1)
             return _regroup(stored, [part.shape[0] // groups for part in parts])
-        groups = self._groups.get(_NUMBER.sub("*", name.rpartition(".")[0]), 1)
-        if groups > 1:
+        groups = self._groups.get(stem, 1)
+        if groups > 1 and not shared:
             return _regroup(stored, [part.shape[0] // groups for part in parts])
         return _cut(stored, parts)
 
@@ -295,7 +300,13 @@ class Mapping:
         return _NUMBER.sub("*", name.rpartition(".")[0]) in self._turned
 
     def targets_of(self, name: str) -> tuple[str, ...] | None:
-        """The slots that a tensor fills; None if no rule knows it."""
+        """The slots that a tensor fills; None if no rule knows it. Tensors of adapters fill slots below those of the weights
+        that they are added to."""
+        adapted = _ADAPTER.fullmatch(name)
+        if adapted is not None:
+            targets = self.targets_of(f"{adapted[1]}.weight")
+            last = f"lora_{adapted[2].lower()}.{adapted[3]}.weight"
+            return None if targets is None else tuple(target.removesuffix("weight") + last for target in targets)
         whole = self._exact.get(_NUMBER.sub("*", name))
         if whole is not None:
             return (_fill(whole, _NUMBER.findall(name)),)
@@ -308,6 +319,10 @@ class Mapping:
 
     def source_of(self, slot: str) -> str:
         """The name of the tensor that fills a slot; the slot's own if no rule leads there."""
+        adapted = re.fullmatch(r"(.+\.)lora_([ab])\.([^.]+)\.weight", slot)
+        if adapted is not None:
+            source = self.source_of(f"{adapted[1]}weight").removesuffix("weight").removesuffix("base_layer.")
+            return f"{source}lora_{adapted[2].upper()}.{adapted[3]}.weight"
         for rule in self._stacked.values():
             made = {f"{rule.target}.*.{part}.{rule.last}" for part in rule.parts}
             if _NUMBER.sub("*", slot) in made:

@@ -107,7 +107,7 @@ def test_unknown_names_get_the_nearest(typo: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "about"),
-    [("--lora-paths", "LoRA"), ("--enable-lora", "LoRA"), ("--disaggregation-mode", "disaggregated")],
+    [("--enable-two-batch-overlap", "two-batch"), ("--disaggregation-mode", "disaggregated")],
 )  # fmt: skip
 def test_what_is_not_there_is_not_taken_for_something_else(flag: str, about: str) -> None:
     with pytest.raises(ConfigError) as caught:

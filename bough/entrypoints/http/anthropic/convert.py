@@ -47,6 +47,7 @@ def chat_request(asked: CountTokensRequest) -> ChatRequest:
         continue_final_message=_is_prefill(messages[-1]) or None,
     )
     if isinstance(asked, MessagesRequest):
+        chat.model = asked.model
         chat.max_completion_tokens = asked.max_tokens
         chat.stream = asked.stream
         chat.stop = asked.stop_sequences

@@ -64,6 +64,7 @@ def _content(text: str, images: object, where: str) -> str | list[Json]:
 
 
 def _with_options(chat: ChatRequest, asked: OllamaCommon) -> ChatRequest:
+    chat.model = asked.model.removesuffix(_TAG)
     chat.stream = asked.stream is not False
     chat.response_format = _format(asked.format)
     chat.logprobs, chat.top_logprobs = asked.logprobs, asked.top_logprobs if asked.logprobs else None

@@ -24,6 +24,7 @@ from bough.engine_client.sampling import GivenSampling, settled
 from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat_answer import ChatBody, ChatChunks, ChatForm
 from bough.entrypoints.http.openai.fields import (
+    adapter_of,
     check_sizes,
     hidden_states_of,
     namespace_of,
@@ -112,6 +113,7 @@ def make_request(asked: ChatRequest, service: Service, *, raw: bool = False) -> 
         logprob_text=bool(asked.logprobs),
         hidden_states=hidden_states_of(asked),
         namespace=namespace_of(asked),
+        adapter=adapter_of(served, asked),
         priority=priority_of(asked.priority),
         reasoning_parser=reasoning,
         reasoning_forced=opened,

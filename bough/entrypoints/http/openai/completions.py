@@ -22,6 +22,7 @@ from bough.entrypoints.http.body import read_json
 from bough.entrypoints.http.openai.chat import Handler
 from bough.entrypoints.http.openai.completion_answer import CompletionBody, CompletionChunks, CompletionForm
 from bough.entrypoints.http.openai.fields import (
+    adapter_of,
     check_sizes,
     hidden_states_of,
     namespace_of,
@@ -111,6 +112,7 @@ def make_requests(asked: CompletionRequest, service: Service) -> list[Request]:
         "hidden_states": hidden_states_of(asked),
         "rid": asked.rid or "",
         "namespace": namespace_of(asked),
+        "adapter": adapter_of(service.served, asked),
         "priority": priority_of(asked.priority),
         "speculate": asked.speculate is not False,
     }

@@ -31,6 +31,7 @@ def served_name(served: ServedModel, model: str | None) -> str:
     if (
         model in served.names
         or model in served.aliases
+        or _named_adapter(served, model)
         or any(fnmatchcase(model, pattern) for pattern in served.patterns)
     ):
         return model
@@ -42,13 +43,28 @@ def served_name(served: ServedModel, model: str | None) -> str:
     )
 
 
+def adapter_of(served: ServedModel, asked: Common) -> str:
+    """The adapter that a body names: as its model (`adapter`, `base:adapter`), or as `lora_path`."""
+    return _named_adapter(served, asked.model or "") or asked.lora_path or ""
+
+
+def _named_adapter(served: ServedModel, model: str) -> str:
+    """The adapter that a model's name stands for; empty: none. Names of the model itself come first."""
+    own = {served.name, *served.names, *served.aliases}
+    if not served.adapters or model in own:
+        return ""
+    base, colon, adapter = model.rpartition(":")
+    name = adapter if colon and base in own else model
+    return name if name in served.adapters else ""
+
+
 def check_sizes(asked: Common) -> None:
     """Checks every client-controlled size of a body against the table of bounds."""
     if asked.n is not None and asked.n < 1:
         raise InvalidRequest(what=f"n is {asked.n}", why="it counts completions", fix="send at least 1", param="n")
     if asked.rid is not None:
         bounds.at_most("rid_chars", len(asked.rid), "rid")
-    for name in ("cache_salt", "extra_key"):
+    for name in ("cache_salt", "extra_key", "lora_path"):
         bounds.count("salt_chars", getattr(asked, name), name)
 
 

@@ -18,6 +18,7 @@ from bough.entrypoints.service import Service
 def list_models(service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         names = service.served.names or (service.served.name,)
+        names = (*names, *service.served.adapters)
         listed = {"object": "list", "data": [card(service.served, name) for name in names]}
         return json_reply({**listed, "first_id": names[0], "last_id": names[-1], "has_more": False})
 
@@ -43,7 +44,7 @@ def card(served: ServedModel, name: str) -> dict[str, Any]:
         "created": served.created,
         "owned_by": "bough",
         "root": served.name,
-        "parent": None,
+        "parent": served.name if name in served.adapters else None,
         "max_model_len": served.context_length,
         "type": "model",
         "display_name": name,

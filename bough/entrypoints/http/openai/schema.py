@@ -120,6 +120,8 @@ class Common(Struct, kw_only=True):
     deadline_ms: float | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    lora_path: str | None = None
+    """The name of an adapter; one that `model` names comes first."""
     response_format: Json | None = None
     # of no effect here
     user: str | None = None

@@ -19,7 +19,7 @@ LOGPROBS = "message.output_text.logprobs"
 _SAME = (
     "stream", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
     "seed", "stop", "ignore_eos", "parallel_tool_calls", "chat_template_kwargs", "rid", "priority", "cache_salt",
-    "extra_key",
+    "extra_key", "model",
 )  # fmt: skip
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
