@@ -434,10 +434,10 @@ class LayerFacts:
                 total += mixer.num_parameters(hidden, own_kv=self.kv_from is None)
             else:
                 total += mixer.num_parameters(hidden)
-        return total + self.adapter_ranks * self._adapted_widths(hidden)
+        return total + self.adapter_parameters(hidden)
 
-    def _adapted_widths(self, hidden: int) -> int:
-        """Inputs and outputs of the matrices that have adapters."""
+    def adapter_parameters(self, hidden: int) -> int:
+        """Weights of adapters."""
         total = 0
         if isinstance(self.ffn, Dense):
             ups = 1 + self.ffn.gated
@@ -448,7 +448,7 @@ class LayerFacts:
                 total += (1 + (1 if self.adapters_fused else parts)) * hidden
                 total += mixer.projected - (mixer.planes[1] if mixer.values_are_keys else 0)
                 total += mixer.num_heads * mixer.value_dim
-        return total
+        return self.adapter_ranks * total
 
     @property
     def kv_mixers(self) -> tuple[KvMixer, ...]:
@@ -568,6 +568,11 @@ class ModelFacts:
         ranks = sum(each.rank for each in adapters)
         layers = tuple(replace(layer, adapter_ranks=ranks, adapters_fused=built_in) for layer in self.layers)
         return replace(self, adapters=adapters, built_in_adapters=built_in, layers=layers)
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Weights of adapters."""
+        return sum(layer.adapter_parameters(self.hidden) for layer in self.layers)
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

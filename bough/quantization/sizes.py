@@ -72,7 +72,7 @@ def weight_sizes(checkpoint: Checkpoint, facts: ModelFacts, rules: Rules) -> Wei
         count = 1
         for size in stored.shape:
             count *= size
-        if form is None or last.endswith("bias"):
+        if form is None or last.endswith("bias") or ".lora_" in layer:
             dense += count
             continue
         if last in ("weight", "qweight", "weight_packed") or last.endswith("blocks"):
@@ -118,9 +118,9 @@ def _by_arithmetic(facts: ModelFacts, rules: Rules) -> WeightSizes:
         "embedding": table,
         "head": head,
         "expert": experts,
-        "linear": max(0, facts.num_parameters() - table - head - experts),
+        "linear": max(0, facts.num_parameters() - table - head - experts - facts.adapter_parameters),
     }
-    dense = packed = 0
+    dense, packed = facts.adapter_parameters, 0
     packed_bytes = 0.0
     for kind, count in counts.items():
         form = rules.of(_EXAMPLES[kind], kind)

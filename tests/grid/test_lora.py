@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from families import DENSE, EARLIER
+from gguf_files import write_gguf
 from in_process import InProcess, Setup
+from quantised_files import quantise_checkpoint
 from safetensors.torch import save_file
 from tiny import make_tiny
 from transformers import PreTrainedModel
@@ -224,3 +226,43 @@ def test_models_that_can_not_have_adapters_say_so(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path / "mamba"), lora_paths=made.paths)
     with pytest.raises(ConfigError, match="--lora-paths can't be had with Mamba2ForCausalLM"):
         facts_of(checkpoint.config)
+
+
+def scores_beside(base: Path, made: Path, merged: PreTrainedModel) -> tuple[list[float], list[float]]:
+    """Scores of a prompt by our model of `base` with the adapter of `made`, and by theirs."""
+    checkpoint = open_checkpoint(str(base), lora_paths=[f"one={made}"])
+    model = build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    engine = InProcess(model, VOCAB, Setup())
+    (found,) = engine.finish([engine.submit(PROMPTS[1], GREEDY, LogprobSpec(start=1), adapter=1)])
+    with torch.no_grad():
+        logits = merged(torch.tensor([PROMPTS[1]])).logits[0].log_softmax(-1)
+    wanted: list[float] = logits[:-1].gather(1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0].tolist()
+    assert found.prompt_logprobs is not None
+    return [each for each in found.prompt_logprobs.logprobs if each is not None], wanted
+
+
+@pytest.mark.parametrize("form", ["fp8-block", pytest.param("bnb-nf4", marks=LONG)])
+def test_adapters_beside_quantised_weights(form: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 192}
+    reference = make_tiny("llama", tmp_path / "model", **sizes)
+    reference.load_state_dict(quantise_checkpoint(tmp_path / "model", form), strict=False)
+    merged, _ = write_adapter(reference, ADAPTERS["all"], tmp_path / "one", 1)
+    found, wanted = scores_beside(tmp_path / "model", tmp_path / "one", merged)
+    assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_adapters_beside_gguf(tmp_path: Path) -> None:
+    reference = make_tiny("llama", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    write_gguf(tmp_path / "model", config, tmp_path / "tiny.gguf")
+    merged, _ = write_adapter(reference, ADAPTERS["all"], tmp_path / "one", 1)
+    found, wanted = scores_beside(tmp_path / "tiny.gguf", tmp_path / "one", merged)
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_attention_of_models_with_experts_may_have_adapters(tmp_path: Path) -> None:
+    reference = make_tiny("qwen3_moe", tmp_path / "model")
+    kind = Kind(("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8.0)
+    merged, _ = write_adapter(reference, kind, tmp_path / "one", 1)
+    found, wanted = scores_beside(tmp_path / "model", tmp_path / "one", merged)
+    assert found == pytest.approx(wanted, abs=1e-4)
