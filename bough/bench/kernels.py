@@ -433,6 +433,14 @@ def bench_packed() -> Report:
         yield Row("packed", timed.case, timed.us, timed.num_bytes / BANDWIDTH * 1e6, timed.plain_us)
 
 
+def bench_lora() -> Report:
+    from bough.bench.kernel_lora import layers
+
+    for timed in layers(cuda()):
+        floor = max(timed.num_bytes / BANDWIDTH, timed.flops / MATRIX_RATE) * 1e6
+        yield Row("lora", timed.case, timed.us, floor)
+
+
 def bench_step() -> Report:
     from bough.bench.kernel_step import decode_step
 
@@ -456,6 +464,7 @@ BENCHES: dict[str, Callable[[], Report]] = {
     "moe": bench_moe,
     "experts": bench_experts,
     "packed": bench_packed,
+    "lora": bench_lora,
     "start": bench_start,
     "step": bench_step,
     "tune": bench_tune,

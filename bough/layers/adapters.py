@@ -6,7 +6,7 @@ fused products included. T tokens, D inputs, O outputs of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -108,7 +108,7 @@ class AdaptedMatrix(Matrix):
             for number, part in enumerate(self.parts):
                 a_name, b_name = (part.slot_name(f"lora_{each}.{adapter.name}.weight") for each in "ab")
                 line = self.narrow * first + number * rank
-                put = partial(_fill, self.lora_a[line : line + rank], slice(None), inputs)
+                put: Callable[[Stored], None] = partial(_fill, self.lora_a[line : line + rank], slice(None), inputs)
                 if number >= self.narrow:
                     put = pass_over  # the first part has filled what they share
                 # A checkpoint that fuses the parts has one for all of them.

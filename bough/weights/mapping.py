@@ -321,8 +321,8 @@ class Mapping:
         """The name of the tensor that fills a slot; the slot's own if no rule leads there."""
         adapted = re.fullmatch(r"(.+\.)lora_([ab])\.([^.]+)\.weight", slot)
         if adapted is not None:
-            source = self.source_of(f"{adapted[1]}weight").removesuffix("weight").removesuffix("base_layer.")
-            return f"{source}lora_{adapted[2].upper()}.{adapted[3]}.weight"
+            stored = self.source_of(f"{adapted[1]}weight").removesuffix("weight").removesuffix("base_layer.")
+            return f"{stored}lora_{adapted[2].upper()}.{adapted[3]}.weight"
         for rule in self._stacked.values():
             made = {f"{rule.target}.*.{part}.{rule.last}" for part in rule.parts}
             if _NUMBER.sub("*", slot) in made:
