@@ -76,8 +76,8 @@ class AdaptedMatrix(Matrix):
         self.parts = tuple(parts)
         self.adapters = adapters
         ranks = [each.rank for each in adapters.facts]
-        ends = list(accumulate(ranks))
-        self.offsets = [end - rank for end, rank in zip(ends, ranks, strict=True)]
+        total = sum(ranks)
+        self.offsets = [end - rank for end, rank in zip(accumulate(ranks), ranks, strict=True)]
         rows = [part.num_rows for part in parts]
         outputs = sum(rows)
         self.narrow = 1 if adapters.built_in else len(parts)
@@ -86,8 +86,8 @@ class AdaptedMatrix(Matrix):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.lora_a = parameter(self.narrow * ends[-1], parts[0].num_cols)
-        self.lora_b = parameter(outputs, ends[-1])
+        self.lora_a = parameter(self.narrow * total, parts[0].num_cols)
+        self.lora_b = parameter(outputs, total)
         ints = partial(torch.tensor, dtype=torch.int32, device=device)
         self._rest = (
             torch.tensor([each.scale for each in adapters.facts], dtype=torch.float32, device=device),
@@ -95,7 +95,11 @@ class AdaptedMatrix(Matrix):
             ints(self.offsets),
         )
         self._most_rank = max(ranks)
-        self._ends = [0, outputs] if adapters.built_in else [0, *accumulate(rows)]
+        bounds = {(0, outputs), (0, rows[0]), (rows[0], outputs)}
+        """Outputs that are computed at once: all, queries, and what is not queries."""
+        ends = [0, *accumulate(rows)]
+        self._ends = {(a, b): [0, b - a] if self.narrow == 1 else ends for a, b in bounds}
+        self._starts = {bound: ints(each) for bound, each in self._ends.items()}
         self._stacks: dict[tuple[int, int], LoraStack] = {}
         self.num_outputs = outputs
 
@@ -163,11 +167,9 @@ class AdaptedMatrix(Matrix):
         """The adapters, as kernels take them, of some outputs. Made once; parameters stay where they are."""
         found = self._stacks.get((start, stop))
         if found is None:
-            ends = self._ends if self.narrow > 1 else [0, stop - start]
-            starts = torch.tensor(ends, dtype=torch.int32, device=self.lora_b.device)
-            widest = max(end - begin for begin, end in pairwise(ends))
+            widest = max(end - begin for begin, end in pairwise(self._ends[start, stop]))
             found = LoraStack(
-                self.lora_a, self.lora_b[start:stop], *self._rest, starts,
+                self.lora_a, self.lora_b[start:stop], *self._rest, self._starts[start, stop],
                 parts=self.narrow, widest=widest, most_rank=self._most_rank,
             )  # fmt: skip
             self._stacks[start, stop] = found

@@ -100,7 +100,8 @@ def nearest_places(h: int, w: int, side: int, device: torch.device, *, by_step: 
 
     def nearest(size: int) -> Tensor:
         numbers = torch.arange(size, dtype=torch.float32, device=device)
-        places = numbers * (1.0 / torch.tensor(size, device=device)) if by_step else numbers / size
+        step = 1.0 / torch.full((), float(size), device=device)  # divided there, in float32
+        places = numbers * step if by_step else numbers / size
         return torch.bucketize(places, bounds, right=True)
 
     return nearest(h)[:, None] * side + nearest(w)

@@ -117,9 +117,9 @@ class Phi4Tower(Tower):
         tokens = self.vit.patches(patches.flatten(0, 1)) + self.vit.positions.weight[places.flatten()]
         if rows * columns == high * wide:
             return PictureTile(tokens, high * wide, rows, columns, None)
-        empty = torch.ones(rows, columns, dtype=torch.bool)
-        empty[:high, :wide] = False
-        order = empty.flatten().to(torch.int8).argsort(stable=True).to(device)
+        empty = torch.ones(rows, columns, dtype=torch.int8, device=device)
+        empty[:high, :wide].zero_()
+        order = empty.flatten().argsort(stable=True)
         return PictureTile(tokens[order], high * wide, rows, columns, order)
 
 

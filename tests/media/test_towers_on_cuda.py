@@ -13,6 +13,7 @@ from test_gemma3n import ASKED, NEW as GEMMA3N_NEW, media_of, placed
 from test_in_engine import answers, expected, prompts
 from test_sound import sound
 from tiny_gemma3n import TinyGemma3n, golden, load_gemma3n
+from tiny_phi4mm import Phi4, load_phi4
 from tiny_tiles import TILE_FAMILIES, Tiled, load_tiled
 from tiny_vision import VOCAB
 
@@ -28,9 +29,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *TILE_FAMILIES, "gemma3n"])
+@pytest.mark.parametrize("name", [*NAMES, *TILE_FAMILIES, "gemma3n", "phi4mm"])
 def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str) -> None:
-    seen: Seeing | Tiled | TinyGemma3n = load_gemma3n() if name == "gemma3n" else _load(name)
+    seen = _load(name)
     device = torch.device("cuda", torch.cuda.current_device())
     torch.backends.cudnn.allow_tf32 = False  # as `platform.device` does
     here = build_model(seen.checkpoint, dtype=torch.float32, device=device, context_length=256)
@@ -63,7 +64,10 @@ def test_a_tower_gives_what_it_gives_on_the_cpu_and_waits_for_nothing(name: str)
     assert torch.equal(first, cuda.store_RW)
 
 
-def _load(name: str) -> Seeing | Tiled:
+def _load(name: str) -> Seeing | Tiled | TinyGemma3n | Phi4:
+    others = {"gemma3n": load_gemma3n, "phi4mm": load_phi4}
+    if name in others:
+        return others[name]()
     return load(name) if name in NAMES else load_tiled(name)
 
 
