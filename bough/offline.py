@@ -93,6 +93,7 @@ class Engine:
         priority: int | str | None = None,
         cache_salt: str | None = None,
         extra_key: str | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
         session_params: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Answers | Iterator[Json]:
@@ -101,8 +102,9 @@ class Engine:
         `image_data`: the prompt's images, one or a list: PIL images, arrays (uint8, height x width x 3), bytes, paths, URLs;
         of several prompts a list with one such entry for each. `sampling_params`, `rid` and the logprob options may be lists
         with one entry a prompt. With `stream`, an iterator of such dicts, each with all text so far; in a batch they carry
-        `index`. Leaving the iterator early ends the requests. `others`: SGLang's fields for what is not served here, taken
-        while they are off (`lora_path=[None]`).
+        `index`. Leaving the iterator early ends the requests. `lora_path`: the name of an adapter (`Engine(lora_paths=...)`
+        names them), or a list with a name or None for each prompt. `others`: SGLang's fields for what is not served here,
+        taken while they are off.
         Raises `InvalidRequest`, and what a lone request failed with: `RequestFailed`, `DeadlineExceeded`, ...
         """
         batch = self._batch({
@@ -112,7 +114,8 @@ class Engine:
             "top_logprobs_num": top_logprobs_num, "token_ids_logprob": token_ids_logprob,
             "processed_logprobs": processed_logprobs, "return_text_in_logprobs": return_text_in_logprobs,
             "return_hidden_states": return_hidden_states, "rid": rid, "priority": priority,
-            "cache_salt": cache_salt, "extra_key": extra_key, "session_params": session_params, **others,
+            "cache_salt": cache_salt, "extra_key": extra_key, "lora_path": lora_path,
+            "session_params": session_params, **others,
         })  # fmt: skip
         if stream:
             return self._iterate(batch)

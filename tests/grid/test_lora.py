@@ -15,18 +15,22 @@ from typing import Any
 
 import pytest
 import torch
+from dense_attention import DenseAttention
 from families import DENSE, EARLIER
 from gguf_files import write_gguf
 from in_process import InProcess, Setup
+from narrowing_attention import NarrowingAttention
 from quantised_files import quantise_checkpoint
 from safetensors.torch import save_file
 from tiny import make_tiny
+from tiny_phi4mm import load_phi4
 from transformers import PreTrainedModel
 
 from bough.config.hf import open_checkpoint, pack_checkpoint, unpack_checkpoint
 from bough.core.errors import ConfigError, WeightsError
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import SamplingParams
+from bough.layers.adapters import PassAdapters
 from bough.layers.decoder import Decoder
 from bough.models.load import build_model
 from bough.models.registry import facts_of
@@ -55,9 +59,10 @@ class Kind:
 
 ADAPTERS = {"all": Kind((), 6, 9.0), "few": Kind(("q_proj", "qkv_proj", "query_key_value", "down_proj"), 3, 2.0, True)}
 FAMILIES = [
-    "llama-tied-bias", "phi3", "gpt_neox", pytest.param("qwen3", marks=LONG), pytest.param("olmo2", marks=LONG),
-    pytest.param("bloom", marks=LONG), pytest.param("starcoder2", marks=LONG), pytest.param("qwen2", marks=LONG),
-]  # fmt: skip
+    "llama-tied-bias",
+    "gpt_neox",
+    *(pytest.param(case, marks=LONG) for case in ("phi3", "qwen3", "olmo2", "bloom", "starcoder2", "qwen2")),
+]
 
 
 @dataclass(frozen=True)
@@ -266,3 +271,23 @@ def test_attention_of_models_with_experts_may_have_adapters(tmp_path: Path) -> N
     merged, _ = write_adapter(reference, kind, tmp_path / "one", 1)
     found, wanted = scores_beside(tmp_path / "model", tmp_path / "one", merged)
     assert found == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-tied-bias", "phi4mm"])
+def test_adapters_in_a_last_layer_of_the_tokens_that_are_read(case: str) -> None:
+    """As on GPUs: the last layer computes keys and values of all tokens, and queries of few."""
+    model = load_phi4().model if case == "phi4mm" else adapted(case).model
+    queries = [(0, PROMPTS[1]), (1, PROMPTS[0])]
+    of_T = torch.tensor([1] * len(PROMPTS[1]) + [2] * len(PROMPTS[0]), dtype=torch.int32)
+    plain, narrowing = DenseAttention(2), NarrowingAttention(2, len(model.layers))
+    found = []
+    for attention in (plain, narrowing):
+        batch = attention.step(queries)
+        batch.adapters = PassAdapters(of_T, batch.logits_at)
+        with torch.no_grad():
+            found.append(model.forward(batch))
+    assert narrowing.narrowed
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    batch = plain.step(queries)
+    with torch.no_grad():
+        assert (model.forward(batch) - found[0]).abs().max() > 0.01, "adapters count"
