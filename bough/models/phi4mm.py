@@ -3,6 +3,7 @@ with images are computed with one of them, prompts with sounds alone with the ot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -10,14 +11,17 @@ from typing import TYPE_CHECKING, Final
 from bough.config.fields import Fields
 from bough.config.model_facts import ModelFacts
 from bough.config.phi4mm import read_phi4mm
+from bough.config.phi4mm_config import ADAPTERS
 from bough.models import phi3
 from bough.models.seeing import seeing_weights, tower_of, with_tower
 from bough.models.vit_vision import VIT
-from bough.weights.mapping import Exact, Fuse, Mapping, Rename, Rule, Split
+from bough.weights.mapping import Exact, Fuse, Mapping, Outside, Rename, Rule, Split
 
 if TYPE_CHECKING:
     from bough.layers.build import Build
     from bough.layers.tower import Tower
+
+_log = logging.getLogger(__name__)
 
 
 def read(config: Fields) -> ModelFacts:
@@ -29,6 +33,11 @@ def read(config: Fields) -> ModelFacts:
 def _tower(facts: ModelFacts, build: Build) -> Tower:
     from bough.models.phi4mm_tower import Phi4Tower
 
+    there = {each.name for each in facts.adapters}
+    if missing := [f"{name}-lora" for name in ADAPTERS if name not in there]:
+        _log.warning(
+            "the checkpoint has no %s: their media are understood by the language model alone", " and no ".join(missing)
+        )
     return Phi4Tower(read_phi4mm(Fields(facts.config)), build)
 
 
@@ -83,6 +92,7 @@ def _attention(names: Sequence[str], out: str) -> tuple[Rule, ...]:
 
 
 CONFORMER: Final[tuple[Rule, ...]] = (
+    Outside("pos_emb."),
     Exact("encoder_embedding.global_mean", "tower.ear.mean.weight"),
     Exact("encoder_embedding.global_invstd", "tower.ear.inverse.weight"),
     Rename("embed.conv.*", "tower.ear.shrink.*"),

@@ -242,7 +242,7 @@ class SoundConvolution(nn.Module):
         return out_TD
 
 
-class ConformerBlock(nn.Module):
+class SpeechBlock(nn.Module):
     def __init__(self, facts: ConformerFacts, build: Build) -> None:
         super().__init__()
         hidden, heads = facts.hidden, facts.num_heads
@@ -286,7 +286,7 @@ class Conformer(nn.Module):
             self.shrink[str(3 * number)] = ConvWeights((channels, channels, 1, 1), build)
         self.out = ReplicatedLinear(channels * facts.bands, facts.hidden, build, bias=True)
         self.bias = Learned((2 * facts.distances, facts.num_heads), build)
-        self.blocks = nn.ModuleList(ConformerBlock(facts, build) for _ in range(facts.depth))
+        self.blocks = nn.ModuleList(SpeechBlock(facts, build) for _ in range(facts.depth))
 
     def forward(self, features_LC: Tensor) -> Tensor:
         x_TD = self._begin(features_LC.to(self.mean.weight.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bough.layers.tower import TowerInput
 from bough.models.load import build_model
 from bough.models.registry import facts_of
 from bough.multimodal.errors import MediaUnsupported
+from bough.multimodal.families import processor_of
 from bough.multimodal.phi4mm import grid_of
 from bough.multimodal.placing import Placer
 
@@ -257,3 +259,20 @@ def test_adapters_with_tensors_of_other_names_or_none_are_refused(tmp_path: Path
     file.unlink()
     with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors"):
         open_checkpoint(str(folder))
+
+
+def test_a_checkpoint_without_folders_of_adapters_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    phi4 = load_phi4()
+    folder = tmp_path / "model"
+    shutil.copytree(phi4.folder, folder)
+    for name in ("vision-lora", "speech-lora"):
+        shutil.rmtree(folder / name)
+    checkpoint = open_checkpoint(str(folder))
+    model = build_model(checkpoint, dtype=torch.float32, device=CPU, context_length=512)
+    assert "no vision-lora and no speech-lora" in caplog.text
+    plain = processor_of(checkpoint.config)
+    assert plain is not None
+    assert plain.adapter({"image", "audio"}) == 0
+    engine = InProcess(model, VOCAB, Setup(context_length=512))
+    (found,) = engine.finish([replace(prompt(phi4, "image"), adapter=0).submit(engine, GREEDY)])
+    assert found.tokens == their_answer(phi4, "image", "")[1]

@@ -10,6 +10,7 @@ from tiny import CASES
 
 from bough.models.catalogue import GROUPS, markdown
 from bough.models.registry import ARCHITECTURES
+from bough.multimodal.families import FAMILIES as TAKING_MEDIA
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -30,5 +31,9 @@ def test_every_model_file_is_compared_with_transformers() -> None:
     prefixes = {prefix for table in tables for prefix, _ in table.values()}
     compared = {ARCHITECTURES["GPT2LMHeadModel" if each == "GPT2" else f"{each}ForCausalLM"] for each in prefixes}
     renamed = {ARCHITECTURES[family.config["architectures"][0]] for family in FAMILIES.values()}
-    texts = {module for name, module in ARCHITECTURES.items() if name.endswith("ForConditionalGeneration")}
+    texts = {
+        module
+        for name, module in ARCHITECTURES.items()
+        if name.endswith("ForConditionalGeneration") or name in TAKING_MEDIA
+    }
     assert compared | renamed | texts == set(ARCHITECTURES.values()), "see test_text_of.py for models that also see"
