@@ -10,6 +10,7 @@ computes references there with one thread, since threads of several workers that
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names failures as they come: time on a device is short, and what is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(
+            f"\n{report.when} of {report.nodeid} failed: {str(report.longrepr)[-400:]}", file=sys.__stdout__, flush=True
+        )
 
 
 def _turn(item: pytest.Item) -> int:

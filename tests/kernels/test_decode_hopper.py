@@ -56,3 +56,10 @@ def test_many_rows_are_taken_by_a_warp_each(
     inputs = attention_inputs(bed, [(1, 3)] * rows, spec, 64, torch.bfloat16, pad_rows=0, pad_tokens=0)
     form = NARROW if width == 64 else FORMS[torch.bfloat16]
     assert decode_hopper.shape_for(spec, inputs) is (form.few if together else form.many)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "slower"), [(8, 64, False), (9, 64, True), (33, 64, True), (34, 64, False), (24, 128, False)]
+)
+def test_narrow_heads_of_some_rows_are_left_to_the_portable_kernel(rows: int, width: int, slower: bool) -> None:
+    assert decode_hopper.is_slower(layer_of(64, 8, width), rows, 132) is slower

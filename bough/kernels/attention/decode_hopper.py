@@ -44,6 +44,10 @@ FEW_NARROW = Shape(block_m=16, block_n=64, num_warps=9, num_stages=8, ctas_per_s
 MANY_NARROW = Shape(block_m=16, block_n=64, num_warps=8, num_stages=6, ctas_per_sm=4, may_align=True)
 """The same for heads of 64 numbers: more tokens for the same bytes. On an H200, a layer of a gpt-oss-20b takes 9.4 us with
 4 rows of 2,000 tokens (five stages: 9.9, ten: 11.8; the portable kernel: 13.8), and 4.3 with a window of 128."""
+_NARROW_PAIRS = (0.5, 2.0)
+"""(Row, KV head) pairs of a multiprocessor between which the portable kernel serves heads of 64 numbers: a step of
+gpt-oss-20b with 24 rows of 1,000 tokens, which are 1.45, takes an H200 6.05 ms with it and 6.22 with this one. With 4 rows,
+100 and 200 steps became shorter with this one; what is between was not measured."""
 _LOG2E = 1.4426950408889634
 
 
@@ -183,7 +187,14 @@ def suits(spec: Spec, inputs: AttentionInputs, raw: Raw) -> bool:
     shaped = spec.head_dim == v_cache.shape[3] in widths and spec.num_heads <= _MOST_GROUP * spec.num_kv_heads
     paged = inputs.page_size % FEW.block_n == 0 and k_cache.is_contiguous() and v_cache.is_contiguous()
     fits = plain and typed and shaped and paged and all(map(can_map, fresh)) and _can_turn(spec, raw)
+    fits = fits and not (k_cache.is_cuda and is_slower(spec, inputs.num_tokens, num_sms(k_cache.device)))
     return fits and _is_ready(raw.q_TNH.device, Layer.of(spec, inputs, raw.q_norm is not None))
+
+
+def is_slower(spec: Spec, num_rows: int, sms: int) -> bool:
+    """Whether the portable kernel was faster with about this number of rows, on a device with `sms` multiprocessors."""
+    least, most = (each * sms for each in _NARROW_PAIRS)
+    return spec.head_dim == _WIDTHS[0] and least < num_rows * spec.num_kv_heads <= most
 
 
 def _can_turn(spec: Spec, raw: Raw) -> bool:
