@@ -381,7 +381,7 @@ Tell = Callable[[Json], None]
 
 
 def run(bench: Bench, options: argparse.Namespace, tell: Tell = lambda line: None) -> Json:
-    """The measurements that were asked for, those with goals first; results are rounded. Each is told at once."""
+    """The measurements that were asked for, those with goals first; results are rounded. Each is printed at once."""
     found: Json = {
         "device": torch.cuda.get_device_name() if bench.is_cuda else "cpu",
         "shapes": "llama-3.1-8b" if bench.target is LLAMA_8B else "tiny",

@@ -69,7 +69,7 @@ class ConformerFacts:
         return shrunk(self.mels, self.shrinks)
 
     def tokens(self, frames: int) -> int:
-        """Of so many frames of a spectrum. Each is a position."""
+        """Tokens for this number of frames of a spectrum. Each is a position."""
         return -(-frames // self.frames_per_token)
 
     @property
@@ -116,7 +116,7 @@ class Phi4Facts:
         return self.vit.side // POOL
 
     def positions(self, rows: int, columns: int) -> int:
-        """Of an image of so many rows and columns of patches: a mark ends each row, another one stands before the whole
+        """Of an image with these rows and columns of patches: a mark ends each row, another one stands before the whole
         image, whose rows end in marks, too."""
         rows, columns = -(-rows // POOL), -(-columns // POOL)
         return rows * (columns + 1) + 1 + self.pooled * (self.pooled + 1)

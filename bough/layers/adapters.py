@@ -49,7 +49,7 @@ class PassAdapters:
 
 
 class Adapters:
-    """The adapters of a model: what its matrices are told of the pass that is under way."""
+    """The adapters of a model, and which of them the tokens of the pass under way have: matrices look here."""
 
     def __init__(self, facts: Sequence[AdapterFacts], *, built_in: bool = False) -> None:
         """`built_in`: they belong to the checkpoint, are there for every matrix, and make all parts of one from the same

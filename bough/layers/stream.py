@@ -252,7 +252,7 @@ class Stream:
         return made
 
     def _settle(self) -> None:
-        """Computes norms that somebody still holds: the stream is about to change, perhaps in place."""
+        """Computes norms that are still referenced: the stream is about to change, perhaps in place."""
         for each in self._pending:
             held = each()
             if held is not None:

@@ -171,7 +171,7 @@ def grid_of(width: int, height: int, edge: int, most: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _shapes(most: int) -> list[tuple[int, int]]:
-    """Of at most so many tiles, those with fewer first."""
+    """Of at most `most` tiles, those with fewer first."""
     shapes = {(columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)}
     return sorted(shapes, key=lambda shape: shape[0] * shape[1])
 

@@ -93,7 +93,7 @@ class Forward:
         self.cross: CrossPages | None = None
         """Pages of media; None: the model has no cross attention."""
         self.narrows = True
-        """The last layer computes no more than what is read (off where somebody watches the layers)."""
+        """The last layer computes no more than what is read (off if the outputs of layers are dumped)."""
         self._last_layer: int | None = None
         if proposer is not None:  # whose layers come behind the model's
             self._last_layer = len(pool.keys) - proposer.num_layers - 1

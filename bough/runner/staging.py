@@ -35,7 +35,7 @@ class _Memory:
 
 
 class Stage:
-    """One step's share of the host's memory. The step keeps it as long as somebody may read what came back."""
+    """One step's share of the host's memory. The step keeps it as long as its results may be read."""
 
     def __init__(self, stages: Stages, memory: _Memory) -> None:
         self._stages = stages

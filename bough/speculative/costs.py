@@ -134,7 +134,7 @@ class VerifyCosts:
         return (serial, rows_of(num_rows)) in self._times
 
     def knows_plain(self, num_rows: int) -> bool:
-        """Is it known what steps of so many rows take without drafts? Otherwise nobody could say what drafts save."""
+        """Whether the time of steps with this many rows without drafts is known. Otherwise the gain of drafts is unknown."""
         rows, size = rows_of(num_rows), size_of(num_rows)
         return any(times.known(size) for (_, each), times in self._times.items() if each == rows)
 

@@ -38,7 +38,7 @@ _LOOK_STEPS = 5
 _LOOK_EVERY = 256
 """Steps between two trials, at least."""
 _LOOK_LOSS = 0.005
-"""...and so many that trials take no more than this part of the time."""
+"""...and such that trials take at most this share of the time."""
 _PLAIN_EVERY = 4
 """Of as many trials one is of steps without the proposer."""
 _LOSS, _FIRST_LOSS, _MOST_GAIN, _MOST_DEBT, _AGAIN = 0.01, 5.0, 12.0, 12.0, 0.5

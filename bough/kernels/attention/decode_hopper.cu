@@ -3,7 +3,7 @@
 // Work comes from the plan (plan.py): units (row, KV head) of blocks of 64 KV tokens, cut into chunks. Keys and values come
 // through the copy engine. They are what earlier steps wrote, so they are asked for before the kernel before this one has
 // ended. The row's newest key is rotated, laid over what was fetched for its place and, with the value, into the cache. A
-// unit cut over several chunks is put together by whoever finishes last.
+// unit cut over several chunks is put together by the block that finishes last.
 //
 // There are two ways. `decode` is for few units: block b takes the chunks b, b + gridDim.x, ... One warp feeds a ring of
 // stages (K and V of a block of tokens), eight attend, four to every second block, each over a quarter of its tokens with a

@@ -15,7 +15,7 @@
 #include "hopper_tiles.cuh"
 
 constexpr int COLUMNS = GATED ? FEATURES : 2 * FEATURES;  // of the result, that a tile has
-// Registers of a thread, by role. A block has no more than it was started with, 168 a thread: whoever asks for more waits forever.
+// Registers of a thread, by role. A block has no more than it was started with, 168 a thread: a warp that asks for more waits forever.
 constexpr int MULTIPLYING = PARTS > 1 ? 240 : 232, FETCHING = 3 * 168 - 2 * MULTIPLYING;
 static_assert(FETCHING >= 24 && MULTIPLYING % 8 == 0 && FETCHING % 8 == 0, "what setmaxnreg takes");
 

@@ -296,7 +296,7 @@ INLINE void feed(const Inputs& in, Choice& choice, u32 slots, u32 full, u32 empt
   const u32 to = slots + lane * SLOT_BYTES, barrier = full + 8 * lane;
   Pairs& pairs = choice.pairs;
   Share share(blockIdx.x, gridDim.x, all);  // its divisions needn't wait
-  u32 parity = 1;  // nobody has to empty a slot the first time
+  u32 parity = 1;  // no slot has to be emptied the first time
   int i = lane;
   if (i < min(share.routed, in.slots)) {  // there are as many slots; no kernel writes weights
     barrier_expect(barrier, 2 * D);

@@ -74,7 +74,7 @@ class RoundedCut:
 
 
 class RoundedRule(NamedTuple):
-    """What a cut is for: products of at most so many tokens and rows, and at least so many columns."""
+    """What a cut is for: the most tokens and rows of a product, and its least columns."""
 
     tokens: int
     rows: int
@@ -105,7 +105,7 @@ H200 with rounding and the norm or activation before it, and of the library:
 
 
 def block_of(tokens: int) -> int:
-    """Tokens of a block, for so many."""
+    """Tokens of a block, for a product of `tokens` tokens."""
     return max(48, cdiv(tokens, 16) * 16)
 
 

@@ -156,7 +156,7 @@ def form_name(weight: DeviceCodes) -> str:
 
 
 def cuts_of(tokens: int, weight: DeviceCodes, form: CodeForm) -> Iterator[TermsCut]:
-    """What serves so many tokens, the first one first."""
+    """What serves this number of tokens, the first one first."""
     rows, depth = weight.num_rows, weight.cols
     for rule in RULES.get(form_name(weight), ()):
         within = 0 < tokens <= rule.tokens and rows <= rule.rows and rows * depth <= rule.values
@@ -202,7 +202,7 @@ def cut_for(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Te
 
 
 def block_of(tokens: int) -> int:
-    """Tokens of a block, each of two terms, for so many."""
+    """Tokens of a block, each of two terms, for a product of `tokens` tokens."""
     return cdiv(tokens, 8) * 8
 
 

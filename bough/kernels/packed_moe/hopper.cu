@@ -5,7 +5,7 @@
 // is a batch and ITEM_ROWS weight rows (of each half); every block of the grid has neighbouring items, of few batches. One thread
 // feeds a ring of stages in shared memory through the copy engine, from item to item without a pause; the other warps gather a
 // batch's tokens, all of their columns, and multiply. Of a stage a warp has 16 rows of each half and a slice of 128 columns; the
-// slices' sums meet in shared memory at an item's end. So many warps are at work on little memory, and a few tokens' items are
+// slices' sums meet in shared memory at an item's end. In this way many warps work on little memory, and a few tokens' items are
 // small enough to be spread evenly.
 //
 // Given, besides what `codes.cuh` wants: ROW_TILES (of 16 rows, of an item), SLICES (of 128 columns, of a stage), STAGES, HALVES,
