@@ -114,8 +114,8 @@ class ModelConfig:
     of them are loaded at the start, and stay on the device."""
     max_loras_per_batch: int = 8
     """Most adapters, all of which may be in one batch."""
-    max_lora_rank: int | Auto = AUTO
-    """Largest rank of an adapter; one with a larger rank is refused. auto: any."""
+    max_lora_rank: int = 512
+    """Largest rank of an adapter; one with a larger rank is refused."""
     is_embedding: bool = False
     """Serve as a pooling model (embeddings, rerank, classification) even if the checkpoint does not say that it is
     one."""

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from bough.config.adapter_folders import adapter_tensor
-from bough.config.concerns import AUTO, Auto, ModelConfig
+from bough.config.concerns import ModelConfig
 from bough.config.default_model import DEFAULT_MODEL_NAME, default_model_path, is_default_model
 from bough.config.download import Progress, download
 from bough.config.fields import Fields
@@ -220,7 +220,7 @@ def open_checkpoint(
     language_model_only: bool = False,
     lora_paths: Sequence[str] = (),
     max_loras: int = 8,
-    max_lora_rank: int | Auto = AUTO,
+    max_lora_rank: int = 512,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Finds `model` and reads its headers; downloads it first if it is a hub id that is not in the cache.

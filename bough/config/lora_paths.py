@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from bough.config.adapter_facts import AdapterFacts
 from bough.config.adapter_folders import ADAPTER_WEIGHTS, read_adapter_config
-from bough.config.concerns import AUTO, Auto
 from bough.config.fields import Fields
 from bough.config.model_facts import Gqa, ModelFacts
 from bough.core.errors import ConfigError
@@ -47,7 +46,7 @@ def parse_paths(given: Sequence[str]) -> list[LoraPath]:
 
 
 def read_paths(
-    paths: Sequence[LoraPath], *, most: int, most_rank: int | Auto
+    paths: Sequence[LoraPath], *, most: int, most_rank: int
 ) -> tuple[dict[str, Any], tuple[tuple[str, Path], ...]]:
     """What the config gets to know of adapters, and names of their own with their files. Raises `ConfigError` for what is
     not served."""
@@ -60,7 +59,7 @@ def read_paths(
     known, files = {}, []
     for number, path in enumerate(paths, 1):
         sizes = read_adapter_config(path.folder)
-        if most_rank is not AUTO and sizes["r"] > most_rank:
+        if sizes["r"] > most_rank:
             raise _bad(
                 f"the adapter {path.name} has rank {sizes['r']}",
                 f"--max-lora-rank is {most_rank}",

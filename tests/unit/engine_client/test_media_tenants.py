@@ -11,6 +11,7 @@ from bough.engine_client.limits import RequestLimits
 from bough.engine_client.media_fields import media_part, native_media
 from bough.engine_client.prepare import Preparer
 from bough.engine_client.request import Request
+from bough.lora.registry import AdapterRegistry
 from bough.multimodal.desk import MediaInput
 
 
@@ -35,7 +36,9 @@ async def test_the_tenant_is_part_of_the_key_where_caches_are_isolated(caller: C
     media: Any = FakeMedia()
     nothing: Any = None
     limits = RequestLimits(64, 100, None, truncate=False)
-    preparer = Preparer(limits, None, nothing, nothing, pools=None, processors=None, media=media)
+    preparer = Preparer(
+        limits, None, nothing, nothing, pools=None, processors=None, adapters=AdapterRegistry(()), media=media
+    )
     request = Request(prompt=[1, 2], media=(MediaInput(kind="image", source=b"x"),), caller=caller)
     with pytest.raises(Asked):
         await preparer.prompts([request])

@@ -339,6 +339,7 @@ NOT_BY_TENANT = {
     "EngineClient._unpaid": "the same",
     "EngineClient._leases": "the same",
     "EngineClientStats.ended": "counters",
+    "AdapterRegistry._numbers": "the operator's adapters, which every tenant may name",
     "StoredResponse.response": "what a store holds",
     "_Session.turns": "by the requests of one session",
     "Joins._known": "by cache namespace, which has the owner's name in it",
