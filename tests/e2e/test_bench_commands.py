@@ -62,6 +62,7 @@ def test_host_and_kernels(capfd: pytest.CaptureFixture[str]) -> None:
         assert "no CUDA device" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_grammar_where_the_model_has_more_tokens_than_its_tokenizer(
     tiny_settings: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_grammar_where_the_model_has_more_tokens_than_its_tokenizer(
     assert saved["fewer_steps"] > 0.3
 
 
+@pytest.mark.long
 def test_language_against_the_plain_client(tiny_settings: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--programs", "2", "--branches", "8", "--questions", "6", "--context-len", "64", "--examples-len", "128",
              "--own-len", "16", "--output-len", "16", "--answer-len", "4", "--repeat", "1", "--json",

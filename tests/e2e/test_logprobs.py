@@ -183,6 +183,7 @@ def test_processed_by_option(engine: bough.Engine) -> None:
         assert given == pytest.approx(wanted[[300, 400, 500]].tolist(), abs=1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_is_near() -> None:
     """Tokens' own log-probabilities within 0.05 on average; those of the alternatives, which are noisier the less likely
     they are, no further off than transformers' own bfloat16."""

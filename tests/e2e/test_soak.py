@@ -12,6 +12,7 @@ from bough.bench.soak import Series, at_rest, served, soak, verdict
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_a_short_soak() -> None:
     with served("", ["--device", "cpu", "--no-custom-kernels", "--cpu-threads", "1"]) as (url, process):
         seen = asyncio.run(soak(url, process, seconds=5, clients=8, least=40))
