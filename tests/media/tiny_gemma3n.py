@@ -117,10 +117,10 @@ class _NoTimm:
     """In place of transformers' `AutoModel`: a tower that sees is left out."""
 
     @staticmethod
-    def from_config(given: Any) -> torch.nn.Module:
-        if isinstance(given, transformers.Gemma3nVisionConfig):
+    def from_config(config: Any) -> torch.nn.Module:
+        if isinstance(config, transformers.Gemma3nVisionConfig):
             return torch.nn.Identity()
-        return transformers.AutoModel.from_config(given)
+        return transformers.AutoModel.from_config(config)
 
 
 @cache
