@@ -17,7 +17,7 @@ from bough.layers.norm import make_norm
 from bough.layers.stream import Product
 from bough.layers.tower import Normaliser, PatchEmbedding, Tower, TowerBlock, TowerInput, alone
 from bough.models.glm4v import MERGED_NORM, GlmVision
-from bough.models.qwen_tower import by_position, cut_patches, plan_patches
+from bough.models.qwen_tower import PatchPlans, by_position, cut_patches
 
 
 class GlmMerger(nn.Module):
@@ -54,12 +54,13 @@ class GlmTower(Tower):
         self.post_norm = make_norm(shapes.block.norm, hidden, build)
         self.downsample = PatchEmbedding((hidden, shapes.merge, shapes.merge), shapes.out, build, bias=True)
         self.merger = GlmMerger(facts, build)
+        self.plans = PatchPlans(shapes, self.device)
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         shapes, grids = self.shapes, [item.grid[:3] for item in items]
         sizes = {"patch": shapes.patch, "merge": shapes.merge, "temporal": shapes.temporal}
         patches = torch.cat([cut_patches(self.normalise(item.features), **sizes) for item in items])
-        plan = plan_patches(grids, shapes, self.device)
+        plan = self.plans.of(grids)
         x_TD = self.pre_norm(self.patches(patches))
         x_TD = x_TD + torch.cat([self._learned_positions(h, w).repeat(t, 1) for t, h, w in grids])
         for block in self.blocks:

@@ -60,6 +60,26 @@ _KEPT_PATCHES = 16_384
 """Plans of at most this number of patches are kept: 5 MB each with heads of 80 values."""
 
 
+class PatchPlans:
+    """Plans of the last steps: images often have the shapes of earlier ones, and the device waits while a plan is made."""
+
+    def __init__(self, facts: QwenVision, device: torch.device) -> None:
+        self._facts = facts
+        self._device = device
+        self._kept: dict[tuple[tuple[int, ...], ...], TowerPlan] = {}
+        """By the grids of a step's items, those that were used last at the end."""
+
+    def of(self, grids: Sequence[tuple[int, ...]]) -> TowerPlan:
+        """As `plan_patches`."""
+        key = tuple(grids)
+        plan = self._kept.pop(key, None) or plan_patches(key, self._facts, self._device)
+        if len(plan.cos_sin_TR) <= _KEPT_PATCHES:
+            self._kept[key] = plan
+            if len(self._kept) > _KEPT_PLANS:
+                del self._kept[next(iter(self._kept))]
+        return plan
+
+
 class QwenTower(Tower):
     """A vision transformer over images of their own shapes."""
 
@@ -76,15 +96,14 @@ class QwenTower(Tower):
         shapes = (facts.block.hidden, facts.merge, facts.out, facts.merger_norm, build)
         self.merger = Merger(*shapes, norm_merged=False)
         self.deep_mergers = nn.ModuleList(Merger(*shapes, norm_merged=True) for _ in facts.deep)
-        self._plans: dict[tuple[tuple[int, ...], ...], TowerPlan] = {}
-        """By the grids of a step's items, those that were used last at the end."""
+        self.plans = PatchPlans(facts, self.device)
 
     def forward(self, items: Sequence[TowerInput]) -> Tensor:
         facts, grids = self.facts, [item.grid[:3] for item in items]
         x_TD = self.patches(torch.cat([self._cut(item.features) for item in items]))
         if self.positions is not None:
             x_TD = x_TD + torch.cat([self._learned_positions(h, w).repeat(t, 1) for t, h, w in grids])
-        plan = self._plan(tuple(grids))
+        plan = self.plans.of(grids)
         merge = facts.merge**2
         if plan.order_M is not None:
             x_TD = x_TD.view(-1, merge, facts.block.hidden)[plan.order_M].view(-1, facts.block.hidden)
@@ -100,15 +119,6 @@ class QwenTower(Tower):
         restored_MW = torch.empty_like(out_MW)
         restored_MW[plan.order_M] = out_MW
         return restored_MW
-
-    def _plan(self, grids: tuple[tuple[int, ...], ...]) -> TowerPlan:
-        """As `plan_patches`. Images often have the shapes of earlier ones, and the device waits while a plan is made."""
-        plan = self._plans.pop(grids, None) or plan_patches(grids, self.facts, self.device)
-        if len(plan.cos_sin_TR) <= _KEPT_PATCHES:
-            self._plans[grids] = plan
-            if len(self._plans) > _KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return plan
 
     def _cut(self, pixels: Tensor) -> Tensor:
         """uint8 [frames, height, width, 3] -> float32 patches [T, values], those of a position next to one another."""

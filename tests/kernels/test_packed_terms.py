@@ -120,7 +120,7 @@ def test_sizes_choose_the_cut(
 def test_large_weights_are_not_cut_as_small_ones(
     launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above so many values memory is busy enough without clusters."""
+    """Above this number of values memory is busy enough without clusters."""
     out = torch.empty(24, 512, dtype=torch.bfloat16)
     weight = weight_of("float8").handle
     assert terms.cut_for(tokens_of(24), weight, None, out) == terms.TermsCut(4, 256, 1, 7, cluster=8)

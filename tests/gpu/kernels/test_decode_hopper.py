@@ -153,7 +153,7 @@ def test_windows_sinks_and_narrow_heads(number: int, name: str, most_seen: int, 
     inputs = attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)
     caches = ([each.clone() for each in inputs.k_caches], [each.clone() for each in inputs.v_caches])
     other = replace(inputs, k_caches=caches[0], v_caches=caches[1])
-    for cache in (*inputs.k_caches, *inputs.v_caches):  # what a row doesn't attend to is no number
+    for cache in (*inputs.k_caches, *inputs.v_caches):  # NaN wherever a row does not attend
         seen = torch.zeros(cache.shape[:2], dtype=torch.bool)
         for row, context in enumerate(contexts):
             places = torch.arange(0 if window is None else max(0, context + 1 - window), context + 1)

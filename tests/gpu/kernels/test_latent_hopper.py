@@ -26,7 +26,7 @@ CONTEXTS = {
 
 
 def _made(contexts: list[int], heads: int, page_size: int) -> tuple[AttentionSpec, AttentionInputs, torch.Tensor]:
-    """A layer, its inputs with padding, and queries. What follows a row's last token in its page is no number."""
+    """A layer, its inputs with padding, and queries. What follows a row's last token in its page is NaN."""
     bed = Bed(torch.device("cuda"), True, random.Random(7))
     spec = layer_of(heads, 1, 576, scale=0.07, v_head_dim=512, latent=True)
     inputs = attention_inputs(bed, [(1, n) for n in contexts], spec, page_size, torch.bfloat16)

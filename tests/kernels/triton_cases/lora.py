@@ -36,7 +36,7 @@ def _lora(
     total = sum(ranks) + gap * len(ranks)
     a = bed.normal(parts * total, depth, dtype=dtype, scale=depth**-0.5)
     b = bed.normal(sum(widths), total, dtype=dtype)
-    for rank, offset in zip(ranks, offsets, strict=True):  # between them is no number
+    for rank, offset in zip(ranks, offsets, strict=True):  # between them is NaN
         a[parts * (offset + rank) : parts * (offset + rank + gap)] = torch.nan
         b[:, offset + rank : offset + rank + gap] = torch.nan
     scales = bed.normal(len(ranks)).abs() + 0.5
