@@ -89,6 +89,15 @@ def _check_through_transformers(config: Config, pooling: PoolingFacts | None) ->
         )
 
 
+def _does_not_work(flag: str, facts: ModelFacts, why: str) -> ConfigError:
+    return ConfigError(
+        what=f"{flag} does not work with {facts.architecture}",
+        why=why,
+        fix=f"leave {flag} out",
+        param=flag.removeprefix("--").replace("-", "_"),
+    )
+
+
 def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | None) -> None:
     """What layers that keep a state can't do yet."""
     drafts, topk = config.speculative.speculative_algorithm, config.speculative.speculative_eagle_topk
@@ -101,12 +110,7 @@ def _check_stateful(config: Config, facts: ModelFacts, pooling: PoolingFacts | N
         (pooling is not None, "--is-embedding", "models that pool keep nothing between steps"),
     ):
         if asked:
-            raise ConfigError(
-                what=f"{flag} does not work with {facts.architecture}",
-                why=f"some of its layers keep a state; {why}",
-                fix=f"leave {flag} out",
-                param=flag.removeprefix("--").replace("-", "_"),
-            )
+            raise _does_not_work(flag, facts, f"some of its layers keep a state; {why}")
 
 
 def _check_sparse(config: Config, facts: ModelFacts) -> None:
@@ -182,12 +186,7 @@ def _check_adapters(config: Config, facts: ModelFacts, pooling: PoolingFacts | N
         (pooling is not None, "--is-embedding", "steps of models that pool don't carry it"),
     ):
         if asked:
-            raise ConfigError(
-                what=f"{flag} does not work with {facts.architecture}",
-                why=f"each of its requests has an adapter of its own, or none; {why}",
-                fix=f"leave {flag} out",
-                param=flag.removeprefix("--").replace("-", "_"),
-            )
+            raise _does_not_work(flag, facts, f"each of its requests has an adapter of its own, or none; {why}")
 
 
 def _check_deep_features(config: Config, facts: ModelFacts) -> None:
