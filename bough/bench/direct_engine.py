@@ -169,6 +169,11 @@ class DirectEngine:
                 while self.runner.graphs.capture_one_wanted():
                     pass
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return 0 if self.runner.graphs is None else self.runner.graphs.num_captured
+
     def timed_turns(self, count: int) -> float:
         """Seconds per iteration. Only device work of these iterations counts, as long as one step is in flight at both
         ends."""

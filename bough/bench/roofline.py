@@ -238,15 +238,18 @@ class _Run:
         return engine.timed_turns(count)
 
     def _prefill(self) -> float:
-        """Time of the later rounds: in the first rounds of a shape, memory is allocated and launches are prepared."""
+        """Time of the later rounds: in the first rounds of a shape, memory is allocated and launches are prepared. Once a
+        graph is captured, in passing, the rounds before it don't count."""
         engine = self._engine
         took: list[float] = []
         while len(took) < 2 or (sum(took) < 2.5 * self._measured_s and len(took) < _MOST_ROUNDS):
             engine.submit(self._prompts(), self._sampling(1))
-            begin = time.perf_counter()
+            graphs, begin = engine.num_graphs, time.perf_counter()
             engine.finish()
             took.append(time.perf_counter() - begin)
             engine.flush()
+            if engine.num_graphs != graphs:
+                took.clear()
         return statistics.median(took[len(took) // 2 :])
 
     def _sampling(self, new_tokens: int) -> SamplingParams:

@@ -135,6 +135,10 @@ class Graphs:
         self._wanted: list[GraphKey] = []
         self._missed: Counter[GraphKey] = Counter()
 
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
     def serve(self, size: Extents, kind: Kind, shared: bool) -> Captured | None:
         """The graph for a step. None: run it eagerly, for it is too large, or of a mixture that has been rare so far.
 

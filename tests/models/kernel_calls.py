@@ -33,6 +33,24 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SCORED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": None,
+}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama"},
     "SmolLM3ForCausalLM": {"model_type": "smollm3", "no_rope_layer_interval": 2},
@@ -43,6 +61,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **EXPERTS},
     "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", "mlp_only_layers": [1], **EXPERTS},
+    "GptOssForCausalLM": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_scaling": YARN,
+    },
+    "Glm4MoeForCausalLM": {"model_type": "glm4_moe", "use_qk_norm": True, **SCORED},
+    "DeepseekV2ForCausalLM": {"model_type": "deepseek_v2", "q_lora_rank": None, **SCORED, **LATENT},
+    "DeepseekV3ForCausalLM": {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        **SCORED,
+        **LATENT,
+    },
 }
 DECODE = [(0, [5]), (1, [7]), (2, [9])]
 PREFILL = [(0, [5, 17, 9, 3]), (1, [42]), (2, [7, 8, 9])]
