@@ -42,7 +42,7 @@ from bough.core.step import I64
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import Batch
 from bough.layers.decoder import Decoder
-from bough.layers.draft_heads import StateHead, TargetEnds
+from bough.layers.draft_heads import Made, StateHead, TargetHead
 from bough.runner.inputs import StepTensors
 from bough.runner.proposing import Drafting, Proposer, Reads
 from bough.scheduler.drafting import Drafter
@@ -77,6 +77,32 @@ TINY_MOE: Final[Json] = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512,
     "max_position_embeddings": 4096, "torch_dtype": "float32",
+}  # fmt: skip
+MIMO_7B: Final[Json] = {
+    **_COMMON, "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151680,
+    "max_position_embeddings": 32768, "rope_theta": 640000, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""A dense model that is published with a layer that drafts."""
+TINY_MIMO: Final[Json] = {
+    **MIMO_7B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}  # fmt: skip
+GLM_AIR: Final[Json] = {
+    **_COMMON, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 20, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True, "vocab_size": 151552,
+    "max_position_embeddings": 32768, "rope_theta": 1000000, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""GLM-4.5-Air with 20 of its 46 layers, which fit into 141 GB: its layer that drafts weighs 2.3 times as much beside a step
+as in the whole model, so that the best number of drafts there is this one or a larger one."""
+TINY_GLM: Final[Json] = {
+    **GLM_AIR, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "vocab_size": 512, "max_position_embeddings": 4096, "torch_dtype": "float32",
 }  # fmt: skip
 SMALL_MODEL: Final[Json] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -132,24 +158,18 @@ class WholeVocabulary:
 
     target_ids_V: Tensor | None = None
 
-    def __init__(self, head: StateHead, target: TargetEnds) -> None:
+    def __init__(self, head: StateHead, target: TargetHead) -> None:
         self._head, self._target = head, target
         self.num_layers, self.last_layer = head.num_layers, head.last_layer
-
-    def embed(self, ids_T: Tensor) -> Tensor:
-        return self._head.embed(ids_T)
 
     def features(self, states: list[Tensor]) -> Tensor:
         return self._head.features(states)
 
-    def run(self, embeds_TD: Tensor, states_TD: Tensor, batch: Batch) -> Tensor:
-        return self._head.run(embeds_TD, states_TD, batch)
+    def run(self, ids_T: Tensor, states_TD: Tensor, batch: Batch) -> Made:
+        return self._head.run(ids_T, states_TD, batch)
 
-    def carried(self, states_RD: Tensor) -> Tensor:
-        return self._head.carried(states_RD)
-
-    def logits(self, states_RD: Tensor) -> Tensor:
-        return self._target.logits(states_RD)
+    def logits(self, ready_RD: Tensor) -> Tensor:
+        return self._target.logits(ready_RD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +185,13 @@ class Case:
 
 def cases(*, tiny: bool) -> list[Case]:
     dense, moe = (TINY, TINY_MOE) if tiny else (LLAMA_8B, MOE)
+    mimo, glm = (TINY_MIMO, TINY_GLM) if tiny else (MIMO_7B, GLM_AIR)
     small = {**dense, "num_hidden_layers": 1} if tiny else {**dense, **SMALL_MODEL}
     vocab = min(_SMALL_VOCAB, int(dense["vocab_size"]) // 4)
     return [
         Case("moe", "NEXTN", moe, None),
+        Case("nextn", "NEXTN", mimo, None),
+        Case("nextn-moe", "NEXTN", glm, None),
         Case("standalone", "STANDALONE", dense, small),
         Case("dense", "EAGLE3", dense, head_config(dense, vocab)),
     ]

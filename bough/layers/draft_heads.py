@@ -2,18 +2,20 @@
 the target, V tokens that they can draft.
 
 A head turns what the target has computed into *states* of its own (`features`), from which and a token's embedding `run`
-makes the state behind that token; `logits` says which token may follow it, and `carried` is what takes the place of a
-target's state for the next one.
+makes the state behind that token, in two forms: `logits` reads one, and the other takes the place of a target's state for
+the next token.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from bough.config.draft_facts import DraftFacts, Eagle3, Fused
+from bough.kernels.draft_chain import Side, side_by_side
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch, rotates
 from bough.layers.blocks import PreNormBlock
@@ -23,9 +25,21 @@ from bough.layers.embedding import Head, VocabEmbedding
 from bough.layers.linear import ReplicatedLinear
 from bough.layers.norm import RMSNorm
 from bough.layers.parts import Parts
-from bough.layers.stream import Stream
+from bough.layers.stream import Norm, Stream
 from bough.weights.slots import Slot
 from bough.weights.stored import Stored, read_all
+
+Vectors = tuple[Tensor, Tensor | None]
+"""Of tokens: [T, D], or a table and the row of each, as `VocabEmbedding.vectors` gives them."""
+
+
+class Made(NamedTuple):
+    """States behind tokens, [T, D], or [R, D] of the tokens that `Batch.logits_at` names."""
+
+    carried: Tensor
+    """What the next `run` reads in place of states of the target."""
+    ready: Tensor
+    """What `logits` reads: perhaps the same."""
 
 
 class StateHead(Protocol):
@@ -36,21 +50,15 @@ class StateHead(Protocol):
     last_layer: int
     """The place of the last of them in the cache."""
 
-    def embed(self, ids_T: Tensor) -> Tensor: ...
-
     def features(self, states: list[Tensor]) -> Tensor:
         """[T, D]: its own state for each token of the target's pass."""
         ...
 
-    def run(self, embeds_TD: Tensor, states_TD: Tensor, batch: Batch) -> Tensor:
-        """The state behind each token, [T, D], or [R, D] of the tokens that `batch.logits_at` names."""
+    def run(self, ids_T: Tensor, states_TD: Tensor, batch: Batch) -> Made:
+        """`states_TD` may be overwritten."""
         ...
 
-    def carried(self, states_RD: Tensor) -> Tensor:
-        """What the next `run` reads in place of a state of the target."""
-        ...
-
-    def logits(self, states_RD: Tensor) -> Tensor:
+    def logits(self, ready_RD: Tensor) -> Tensor:
         """[R, V]"""
         ...
 
@@ -58,12 +66,20 @@ class StateHead(Protocol):
     """int64 [V]: the target's tokens that it can draft, ascending; None: all, under the same ids."""
 
 
-class TargetEnds(Protocol):
+class TargetHead(Protocol):
+    """The target's output head."""
+
+    def logits(self, hidden_LD: Tensor) -> Tensor: ...
+
+
+class TargetEnds(TargetHead, Protocol):
     """What heads may share with the target."""
 
     def embed(self, ids_T: Tensor) -> Tensor: ...
 
-    def logits(self, hidden_LD: Tensor) -> Tensor: ...
+    def vectors(self, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `VocabEmbedding.vectors`."""
+        ...
 
 
 class DraftVocabulary(nn.Module):
@@ -97,11 +113,10 @@ class Eagle3Block(nn.Module):
         self.mlp = parts.feed_forward(0)
         self.norm_before_residual = norm_before_residual
 
-    def forward(self, embeds_TD: Tensor, stream: Stream, batch: Batch) -> None:
-        state_TD = self.hidden_norm(stream.read(None))
-        both = torch.cat((self.attn_norm(embeds_TD), state_TD), -1)
+    def forward(self, embeds: Vectors, stream: Stream, batch: Batch) -> None:
+        both = joined(embeds, self.attn_norm, (stream.read(None), None), self.hidden_norm)
         if self.norm_before_residual:
-            stream.replace(state_TD)
+            stream.replace(both[:, both.shape[1] // 2 :].contiguous())
         queries_at_L = batch.attention.queries_at(self.attn.spec) if rotates(batch.attention) else None
         added = self.attn(both, batch)
         if queries_at_L is not None:
@@ -139,8 +154,8 @@ class Eagle3Head(nn.Module):
         self.target_ids_V = None if self.vocabulary is None else self.vocabulary.ids_V
         self._target = (target,)  # in a tuple: not a part of this one
 
-    def embed(self, ids_T: Tensor) -> Tensor:
-        return self._target[0].embed(ids_T) if self.own_embed is None else self.own_embed.of(ids_T)
+    def _vectors(self, ids_T: Tensor) -> Vectors:
+        return self._target[0].vectors(ids_T) if self.own_embed is None else self.own_embed.vectors(ids_T)
 
     def features(self, states: list[Tensor]) -> Tensor:
         if self.feature_norm is not None and self.kind.feature_norms == "each":
@@ -151,21 +166,17 @@ class Eagle3Head(nn.Module):
         out: Tensor = self.fc(joined)
         return out
 
-    def run(self, embeds_TD: Tensor, states_TD: Tensor, batch: Batch) -> Tensor:
-        stream = Stream(states_TD.clone(), batch)  # which may be overwritten
+    def run(self, ids_T: Tensor, states_TD: Tensor, batch: Batch) -> Made:
+        stream = Stream(states_TD, batch)
         first, *others = self.layers
-        first(embeds_TD, stream, batch)
+        first(self._vectors(ids_T), stream, batch)
         for block in others:
             block(stream, batch)
-        return stream.last(None)
+        normed_RD = stream.last(self.norm)
+        return Made(normed_RD if self.kind.carries_normed else stream.read(None), normed_RD)
 
-    def carried(self, states_RD: Tensor) -> Tensor:
-        out: Tensor = self.norm(states_RD) if self.kind.carries_normed else states_RD
-        return out
-
-    def logits(self, states_RD: Tensor) -> Tensor:
-        normed: Tensor = self.norm(states_RD)
-        return self._target[0].logits(normed) if self.head is None else self.head(normed)
+    def logits(self, ready_RD: Tensor) -> Tensor:
+        return self._target[0].logits(ready_RD) if self.head is None else self.head(ready_RD)
 
 
 class UnnormedBlock(nn.Module):
@@ -209,24 +220,35 @@ class FusedHead(nn.Module):
         self.target_ids_V: Tensor | None = None
         self._target = (target,)  # in a tuple: not a part of this one
 
-    def embed(self, ids_T: Tensor) -> Tensor:
-        return self._target[0].embed(ids_T) if self.own_embed is None else self.own_embed.of(ids_T)
+    def _vectors(self, ids_T: Tensor) -> Vectors:
+        return self._target[0].vectors(ids_T) if self.own_embed is None else self.own_embed.vectors(ids_T)
 
     def features(self, states: list[Tensor]) -> Tensor:
         (state_TE,) = states
         return state_TE
 
-    def run(self, embeds_TD: Tensor, states_TD: Tensor, batch: Batch) -> Tensor:
-        if self.embed_norm is not None and self.hidden_norm is not None:
-            embeds_TD, states_TD = self.embed_norm(embeds_TD), self.hidden_norm(states_TD)
-        both = (states_TD, embeds_TD) if self.kind.hidden_first else (embeds_TD, states_TD)
-        stream = Stream(self.fc(torch.cat(both, -1)), batch)
+    def run(self, ids_T: Tensor, states_TD: Tensor, batch: Batch) -> Made:
+        given = (self._vectors(ids_T), self.embed_norm), ((states_TD, None), self.hidden_norm)
+        (left, left_norm), (right, right_norm) = reversed(given) if self.kind.hidden_first else given
+        stream = Stream(self.fc(joined(left, left_norm, right, right_norm)), batch)
         for block in self.layers.values():
             block(stream, batch)
-        return stream.last(self.norm)
+        states_RD = stream.last(self.norm)
+        return Made(states_RD, states_RD)
 
-    def carried(self, states_RD: Tensor) -> Tensor:
-        return states_RD
+    def logits(self, ready_RD: Tensor) -> Tensor:
+        return self._target[0].logits(ready_RD)
 
-    def logits(self, states_RD: Tensor) -> Tensor:
-        return self._target[0].logits(states_RD)
+
+def joined(left: Vectors, left_norm: Norm | None, right: Vectors, right_norm: Norm | None) -> Tensor:
+    """[T, W + W']: two vectors of each token side by side, each through its norm."""
+    return side_by_side(_side(left, left_norm), _side(right, right_norm))
+
+
+def _side(vectors: Vectors, norm: Norm | None) -> Side:
+    x, at_T = vectors
+    if isinstance(norm, RMSNorm):
+        return Side(x, at_T, norm.weight, norm.eps, norm.offset)
+    if norm is None:
+        return Side(x, at_T)
+    return Side(norm(x if at_T is None else embedding(at_T, x)))

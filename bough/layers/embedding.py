@@ -63,6 +63,12 @@ class VocabEmbedding(nn.Module):
             x_TD = x_TD * self.scale
         return x_TD if self.later is None else self.later.put(ids_T, x_TD)
 
+    def vectors(self, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A table and the row of it that is each token's vector, for what looks them up itself; or [T, D] and None."""
+        plain = self.axis.size == 1 and self.scale is None and self.later is None
+        table = self.matrix.table() if plain else None
+        return (self.of(ids_T), None) if table is None else (table, ids_T)
+
     def _lookup(self, ids_T: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.matrix.lookup(ids_T)

@@ -44,6 +44,9 @@ class SharedEnds:
     def embed(self, ids_T: Tensor) -> Tensor:
         return self._model.embed.tokens.of(ids_T)
 
+    def vectors(self, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._model.embed.tokens.vectors(ids_T)
+
     def logits(self, hidden_LD: Tensor) -> Tensor:
         if self.ids_V is None:
             return self._model.logits(hidden_LD)

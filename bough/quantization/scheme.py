@@ -77,6 +77,10 @@ class Matrix(nn.Module, ABC):
     def lookup(self, ids_T: Tensor) -> Tensor:
         """Rows `ids_T` -> [T, D] in the model's dtype."""
 
+    def table(self) -> Tensor | None:
+        """[O, D] in the model's dtype, if that is how it is kept: `lookup` gives rows of it."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:

@@ -98,6 +98,9 @@ class DenseMatrix(Matrix):
     def lookup(self, ids_T: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids_T, self.weight)
 
+    def table(self) -> Tensor | None:
+        return self.weight
+
 
 def expert_parts(shape: ExpertShape) -> tuple[Part, ...]:
     """gate (if there is one), up and down of one expert."""

@@ -8,18 +8,19 @@ here reads from the device, and every shape is known before the step runs, so th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bough.core.step import I32, NO_PROPOSER
-from bough.kernels.attention.inputs import AttentionInputs, HostLengths, LastRows, TreeMask
+from bough.kernels.attention.inputs import AttentionInputs, Chain, HostLengths, LastRows, TreeMask
+from bough.kernels.draft_chain import Ahead, ChainPages, ChainRows, look_ahead
 from bough.kernels.draft_tree import TreePath, TreeStep
-from bough.kernels.sampling import argmax, sample
+from bough.kernels.sampling import argmax, sample, sample_among
+from bough.kernels.sampling.reference import spread_logits
 from bough.kernels.step_start import SlotState
 from bough.layers.batch import AttentionBackend, Batch, Taps
 from bough.runner.accepting import draft_seeds, odds_of
@@ -117,6 +118,15 @@ class SampledRows:
     """Temperature, top_k, top_p, min_p and seed of each."""
 
 
+class Tokens(NamedTuple):
+    """Some tokens of the target's vocabulary."""
+
+    ids_V: Tensor
+    """int64, ascending."""
+    vocab: int
+    """How many that has."""
+
+
 @dataclass(slots=True)
 class Bounds:
     """What the host knows of a step's rows that sample."""
@@ -128,16 +138,6 @@ class Bounds:
     """No row has a part of a prompt, or forced tokens."""
     greedy: bool
     """All of them take the likeliest token."""
-
-
-class _Ahead(NamedTuple):
-    """Where the tokens behind each row's KV stand, at P places: [P, R] each, rows perhaps padded."""
-
-    positions_PR: Tensor
-    kv_len_PR: Tensor
-    loc_PR: Tensor
-    inputs: AttentionInputs
-    """Of the first place."""
 
 
 @dataclass(slots=True)
@@ -153,7 +153,9 @@ class Drafting:
     drawn_L: Tensor
     state: SlotState
     attend: Callable[[AttentionInputs], AttentionBackend]
-    _ahead: _Ahead | None = None
+    _ahead: Ahead | None = None
+    _planned: dict[object, Any] = field(default_factory=dict)
+    """As `Chain.prepared`."""
 
     @property
     def hidden_TD(self) -> Tensor:
@@ -229,26 +231,25 @@ class Drafting:
         )
 
     def _inputs_behind(self, place: int) -> tuple[AttentionInputs, Tensor]:
-        """Of one token of each row, and its positions. They are computed for all places at once: one by one, a draft would
-        wait for some twenty tiny kernels."""
-        rows = self.rows
+        """Of one token of each row, and its positions."""
+        ahead = self._look_ahead()
+        chain = Chain(place, ahead.kv_len_PR, self._planned)
+        inputs = self._one_query(ahead, place, 1 + place)
+        inputs.chain = chain
+        return inputs, ahead.positions_PR[place]
+
+    def _look_ahead(self) -> Ahead:
+        """All places that drafts of this step have, at once: one by one, a draft would wait for some twenty tiny kernels."""
         if self._ahead is None:
-            # Rows of the results begin at multiples of 16 bytes, as kernels expect of their arguments.
-            more = -len(rows.slots_R) % 4
-            slots = F.pad(rows.slots_R, (0, more), value=len(self.state.room) - 1)
-            places = torch.arange(max(1, self.count), device=slots.device)
-            positions = F.pad(rows.kv_len_R, (0, more)) + places[:, None]
-            kv_len, loc = self._kv_lengths(slots, positions), self._locations(slots, positions)
-            self._ahead = _Ahead(positions, kv_len, loc, self._row_inputs(rows.kv_len_R))
-        ahead, at = self._ahead, (place, slice(len(rows.slots_R)))
-        inputs = replace(
-            ahead.inputs,
-            kv_len_R=ahead.kv_len_PR[at],
-            loc_T=ahead.loc_PR[at],
-            max_kv=self.bounds.max_kv + 1 + place,
-            host=self._host_lengths(1 + place),
-        )
-        return inputs, ahead.positions_PR[at]
+            rows = self.rows
+            chain = ChainRows(rows.slots_R, rows.kv_len_R, rows.counter_R)
+            self._ahead = look_ahead(chain, self._pages(), max(1, self.count))
+        return self._ahead
+
+    def _pages(self) -> ChainPages:
+        given = self.read.inputs
+        assert given is not None, "the target's pass has been made"
+        return ChainPages(self.state.room, given.page_table, given.page_size)
 
     def frontier(self, ids_RK: Tensor, seen_RK: Tensor, place: int, generation: int) -> Batch:
         """Nodes of trees that are being grown, K of each row, `place` positions behind its KV. They lie there behind those
@@ -324,30 +325,39 @@ class Drafting:
             loc_T=loc if self.bounds.kv_len is None else None,
         )
 
-    def draw(self, logits_RV: Tensor, place: int) -> Tensor:
+    def draw(self, logits_RV: Tensor, place: int, among: Tokens | None = None) -> Tensor:
         """int64 [R]: what each row would draw `place` tokens behind its newest from these logits, with the noise that the
         target will draw with there: so both agree as often as their probabilities allow. Where a rule needs the
-        probabilities, they are kept, and the noise is another."""
+        probabilities, they are kept, and the noise is another. `among`: the tokens that logits stand for; None: all."""
         if self.bounds.greedy:
-            return argmax(logits_RV)
+            return argmax(logits_RV, None if among is None else among.ids_V)
         temperature, top_k, top_p, min_p, seed = self.rows.sampling
         counter = self.rows.counter_R
         if self.state.odds is None:
-            return sample(logits_RV, temperature, top_k, top_p, min_p, seed, counter + place)
+            counters = self._look_ahead().counter_PR[place] if place else counter
+            if among is None:
+                return sample(logits_RV, temperature, top_k, top_p, min_p, seed, counters)
+            return sample_among(logits_RV, *among, temperature, top_k, top_p, min_p, seed, counters)
+        if among is not None:
+            logits_RV = spread_logits(logits_RV, *among)
         odds_RV = odds_of(logits_RV, temperature, top_k, top_p, min_p)
         self.state.odds[:, place, : odds_RV.shape[1]].index_copy_(0, self.rows.slots_R, odds_RV)
         return sample(logits_RV, temperature, top_k, top_p, min_p, draft_seeds(seed, counter), counter + place)
 
     def _row_inputs(self, positions_R: Tensor, more: int = 0) -> AttentionInputs:
         """Of one query token a row. It is not kept where the row has no page for it, and then does not see itself."""
-        given, slots = self.read.inputs, self.rows.slots_R
+        rows = ChainRows(self.rows.slots_R, positions_R, self.rows.counter_R)
+        return self._one_query(look_ahead(rows, self._pages(), 1), 0, more)
+
+    def _one_query(self, ahead: Ahead, place: int, more: int) -> AttentionInputs:
+        given = self.read.inputs
         assert given is not None, "the target's pass has been made"
         return AttentionInputs(
-            query_start_R1=torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device),
-            kv_len_R=self._kv_lengths(slots, positions_R),
-            slots_R=slots.to(torch.int32),
+            query_start_R1=ahead.query_start_R1,
+            kv_len_R=ahead.kv_len_PR[place],
+            slots_R=ahead.slots_R,
             page_table=given.page_table,
-            loc_T=self._locations(slots, positions_R),
+            loc_T=ahead.loc_PR[place],
             page_size=given.page_size,
             max_query=1,
             max_kv=self.bounds.max_kv + more,
@@ -365,11 +375,6 @@ class Drafting:
             return None
         context = self.bounds.kv_len + np.int32(more - 1)
         return HostLengths(num_query_R=np.ones_like(context), context_R=context)
-
-    def _kv_lengths(self, slots_R: Tensor, positions: Tensor) -> Tensor:
-        """int32: KV tokens that queries at these positions see, as far as there are pages; one in spare slots."""
-        room, spare = self.state.room, slots_R == len(self.state.room) - 1
-        return torch.minimum(positions + 1, room[slots_R]).masked_fill(spare, 1).clamp_min(1).to(torch.int32)
 
     def _locations(self, slots_Q: Tensor, positions_Q: Tensor) -> Tensor:
         """int64 [Q]: where these positions of slots lie in the pages; -1 where there is no page for them."""

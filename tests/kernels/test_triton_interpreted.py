@@ -18,7 +18,7 @@ GROUPS = [
     "linear,lora,moe,grouping",
     "packed,packed_moe,gguf",
     "attention,shared,tail,latent,sparse,rope,segments",
-    "sampling,masks,pages,start,end,tree,plan,states",
+    "sampling,masks,pages,start,end,tree,chain,plan,states",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +192,18 @@ class TreeMask:
 
 
 @dataclass(slots=True)
+class Chain:
+    """Passes over the same rows, each with one query that is a token further, of which this is one: a backend may prepare
+    for all of them at the first. What one has written is complete before any kernel of the next one's attention starts."""
+
+    place: int
+    kv_len_PR: Tensor
+    """int32: `AttentionInputs.kv_len_R` of each pass."""
+    prepared: dict[object, Any]
+    """By what a backend says; the same object in all passes."""
+
+
+@dataclass(slots=True)
 class AttentionInputs:
     """One step over R rows and T tokens (both may be padded). Row r's queries are tokens
     `query_start_R1[r] .. query_start_R1[r + 1]` and are the last of its `kv_len_R[r]` KV tokens.
@@ -235,6 +247,8 @@ class AttentionInputs:
     """None: a query sees its row's KV tokens up to its own. No layer has slopes or chunks where it is given."""
     tail: LastRows | None = None
     """All that the last layer has to attend for; None: every token. A backend may leave it aside."""
+    chain: Chain | None = None
+    """None: there are no further passes over these rows in the step, or nothing is known of them."""
     lines: Lines | None = None
     """None: all layers have `page_table`, `loc_T` and `page_size`; otherwise those are the first line's."""
 

@@ -14,7 +14,7 @@ at about the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,6 +38,7 @@ SLOT = tl.constexpr(6)
 SPANS = tl.constexpr(7)
 """Spans of the shared pass that cover the KV tokens before KV_LOW."""
 NUM_FIELDS = 8
+FIELDS = tl.constexpr(NUM_FIELDS)
 # Fields of `Plan.header`.
 TOTAL = tl.constexpr(0)
 PER_CHUNK = tl.constexpr(1)
@@ -45,6 +46,7 @@ REAL_TOKENS = tl.constexpr(2)
 ALIGNED = tl.constexpr(3)
 """1: every (tile, KV head) starts a chunk."""
 NUM_HEADER = 4
+HEADER = tl.constexpr(NUM_HEADER)
 
 SHORT = tl.constexpr(768)
 """KV tokens of a row, on average, up to which rows stay uncut."""
@@ -318,7 +320,7 @@ def _plan_kernel(
 @triton.jit(
     do_not_specialize=[
         "R", "tile_room", "kv_heads", "least_query", "most_query", "window", "min_blocks", "max_splits", "num_chunks",
-        "target",
+        "target", "kv_stride", "chunk_stride", "counter_stride",
     ]
 )  # fmt: skip
 def _plan_short_kernel(
@@ -340,6 +342,9 @@ def _plan_short_kernel(
     max_splits,
     num_chunks,
     target,
+    kv_stride,
+    chunk_stride,
+    counter_stride,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -349,8 +354,14 @@ def _plan_short_kernel(
     PDL: tl.constexpr,
 ):
     """`_plan_kernel` where no row has more than one tile, and all fit into a block: rows say where their tiles and chunks
-    go, and nothing is looked for."""
+    go, and nothing is looked for. Each program makes a plan, for lengths of its own."""
     wait(PDL)  # lengths may just have been written
+    pass_ = tl.program_id(0)
+    kv_len += pass_ * kv_stride
+    tiles += pass_ * (FIELDS * tile_room)
+    header += pass_ * HEADER
+    chunk_tile += pass_ * chunk_stride
+    counters += pass_ * counter_stride
     row = tl.arange(0, BLOCK)
     inside = row < R
     first = tl.load(query_start + row, mask=inside, other=0)
@@ -580,26 +591,12 @@ def plan_rows(
     most_tiles = rows if most_query <= per_tile else inputs.num_tokens // per_tile + rows
     plan = _room(kind, shape, max(1, min(inputs.num_tokens, most_tiles)), device)
     plan.prefixed = covered_2R is not None
-    min_blocks, max_splits = _limits(kind, shape, device)
-    tile_room = plan.tiles.shape[1]
     if rows <= _MOST_SHORT and most_query <= per_tile and most_query < fresh_from:
         covered = inputs.kv_len_R if covered_2R is None else covered_2R
-        _SHORT.launch(
-            (1, 1),
-            (
-                inputs.query_start_R1, inputs.kv_len_R, inputs.slots_R, covered,
-                plan.tiles, plan.header, plan.chunk_tile, plan.counters,
-            ),
-            (),
-            (),
-            (kind.causal, kind.window is not None, plan.prefixed, shape.block_n, *_short_sizes(rows)),
-            num_warps=8,
-            counts=(
-                rows, tile_room, kind.num_kv_heads, least_query, most_query, kind.window or 0, min_blocks, max_splits,
-                plan.num_chunks, plan.target,
-            ),
-        )  # fmt: skip
+        _plan_short(inputs, kind, plan, covered, inputs.kv_len_R[None], least_query, most_query, (0, 0))
         return plan
+    min_blocks, max_splits = _limits(kind, shape, device)
+    tile_room = plan.tiles.shape[1]
     scratch = torch.empty(rows, dtype=torch.int32, device=device)
     _plan_kernel[(1,)](
         inputs.query_start_R1,
@@ -631,6 +628,64 @@ def plan_rows(
         num_warps=8,
     )
     return plan
+
+
+def plan_chain(inputs: AttentionInputs, kind: Kind, shape: Shape, kv_len_PR: Tensor) -> list[Plan] | None:
+    """Plans of P passes over the same rows, with one query each and lengths of their own, made at once. None: there are too
+    many rows."""
+    device, rows, passes = inputs.kv_len_R.device, inputs.num_rows, len(kv_len_PR)
+    if rows > _MOST_SHORT or shape.block_m < kind.group:
+        return None
+    first = _room(kind, shape, max(1, rows), device)
+
+    def several(one: Tensor) -> Tensor:
+        """Each begins at a multiple of 16 bytes."""
+        return torch.empty((passes, one.numel() + -one.numel() % 4), dtype=one.dtype, device=device)
+
+    tiles, header = several(first.tiles), several(first.header)
+    chunk_tile, counters = several(first.chunk_tile), several(first.counters)
+    plans = [
+        replace(
+            first,
+            tiles=tiles[each].view(first.tiles.shape),
+            header=header[each],
+            chunk_tile=chunk_tile[each, : first.num_chunks],
+            counters=counters[each, : first.counters.numel()].view(first.counters.shape),
+        )
+        for each in range(passes)
+    ]
+    strides = chunk_tile.stride(0), counters.stride(0)
+    _plan_short(inputs, kind, plans[0], inputs.kv_len_R, kv_len_PR, 1, 1, strides)
+    return plans
+
+
+def _plan_short(
+    inputs: AttentionInputs,
+    kind: Kind,
+    plan: Plan,
+    covered: Tensor,
+    kv_len_PR: Tensor,
+    least_query: int,
+    most_query: int,
+    strides: tuple[int, int],
+) -> None:
+    """Makes `plan`, and one for each further row of `kv_len_PR` behind it: `strides` of chunks and of counters on."""
+    rows, device = inputs.num_rows, inputs.kv_len_R.device
+    _SHORT.launch(
+        (len(kv_len_PR), 1),
+        (
+            inputs.query_start_R1, kv_len_PR, inputs.slots_R, covered,
+            plan.tiles, plan.header, plan.chunk_tile, plan.counters,
+        ),
+        (),
+        (),
+        (kind.causal, kind.window is not None, plan.prefixed, plan.shape.block_n, *_short_sizes(rows)),
+        num_warps=8,
+        counts=(
+            rows, plan.tiles.shape[1], kind.num_kv_heads, least_query, most_query, kind.window or 0,
+            *_limits(kind, plan.shape, device), plan.num_chunks, plan.target, kv_len_PR.stride(0), *strides,
+        ),
+    )  # fmt: skip
 
 
 def plan_spans(inputs: AttentionInputs, kind: Kind, shape: Shape) -> tuple[Plan, Tensor]:

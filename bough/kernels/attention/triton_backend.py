@@ -111,7 +111,7 @@ class TritonAttention:
         self._inputs: AttentionInputs | None = None
         self._by_line: dict[int, AttentionInputs] = {}
         self._prepared: dict[tuple[Kind, int, int], _Prepared] = {}
-        self._decode_plans: dict[tuple[Kind, torch.dtype], Plan] = {}
+        self._decode_plans: dict[tuple[Kind, torch.dtype, Shape], Plan] = {}
         self._choice: AttentionInputs | None = None
         """The tokens that were chosen last, as `sparse.view_of` has them; None: all are read..."""
         self._reader: TritonAttention | None = None
@@ -362,28 +362,36 @@ class TritonAttention:
 
     def _decode(self, spec: Spec, inputs: AttentionInputs, raw: decode_hopper.Raw) -> Tensor:
         """Writes keys and values, and attends, in one kernel."""
-        kind = _kind_of(spec)
-        key = (kind, inputs.k_caches[spec.layer].dtype)
-        found = self._decode_plans.get(key)
-        after_plan = found is None
-        if found is None:
-            shape = decode_hopper.shape_for(spec, inputs)
-            found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
+        found, after_plan = self._decode_plan(spec, inputs, decode_hopper.shape_for(spec, inputs))
         workspace = self._workspace(found, spec.head_dim)
         return decode_hopper.attend(spec, inputs, found, workspace, raw, after_plan=after_plan).flatten(1)
 
     def _decode_latents(self, spec: Spec, inputs: AttentionInputs, q_TNX: Tensor, out_TNR: Tensor) -> None:
         """Attends to latents by the kernel for decode rows."""
-        kind = _kind_of(spec)
-        key = (kind, inputs.k_caches[spec.layer].dtype)
-        found = self._decode_plans.get(key)
-        after_plan = found is None
-        if found is None:
-            shape = latent_hopper.shape_for(inputs)
-            found = self._decode_plans[key] = plan.plan_rows(inputs, kind, shape, most_query=1)
+        found, after_plan = self._decode_plan(spec, inputs, latent_hopper.shape_for(inputs))
         if not self._latent_rooms or not self._latent_rooms[-1].holds(found):
             self._latent_rooms.append(latent_hopper.LatentRoom.make(found, self._device))
         latent_hopper.attend(spec, inputs, found, self._latent_rooms[-1], q_TNX, out_TNR, after_plan=after_plan)
+
+    def _decode_plan(self, spec: Spec, inputs: AttentionInputs, shape: Shape) -> tuple[Plan, bool]:
+        """The plan of decode rows for layers of a kind, and whether it has just been queued."""
+        kind = _kind_of(spec)
+        key = (kind, inputs.k_caches[spec.layer].dtype, shape)
+        found = self._decode_plans.get(key)
+        if found is not None:
+            return found, False
+        chain, planned, is_new = inputs.chain, None, True
+        if chain is not None:
+            is_new = key not in chain.prepared
+            if is_new:
+                chain.prepared[key] = plan.plan_chain(inputs, kind, shape, chain.kv_len_PR)
+            planned = chain.prepared[key]
+        if chain is None or planned is None:
+            found, is_new = plan.plan_rows(inputs, kind, shape, most_query=1), True
+        else:
+            found = planned[chain.place]
+        self._decode_plans[key] = found
+        return found, is_new
 
     def _tail(self, spec: Spec) -> LastRows | None:
         inputs = self._step()

@@ -18,9 +18,28 @@ from bough.kernels.choices import standard
 _IMPLEMENTATIONS = standard(__name__)
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
-    """int64 [R]: the first largest entry of each row."""
-    out: Tensor = _IMPLEMENTATIONS.pick("argmax", logits_RV.device)(logits_RV)
+def argmax(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
+    """int64 [R]: the first largest entry of each row; with `ids_V` (int64, ascending) what that has there."""
+    out: Tensor = _IMPLEMENTATIONS.pick("argmax", logits_RV.device)(logits_RV, ids_V)
+    return out
+
+
+def sample_among(
+    logits_RV: Tensor,
+    ids_V: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    """`sample` among the tokens `ids_V` (int64, ascending) of a vocabulary of `vocab`, which the logits stand for: as if the
+    others' were -inf."""
+    out: Tensor = _IMPLEMENTATIONS.pick("sample_among", logits_RV.device)(
+        logits_RV, ids_V, vocab, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R
+    )
     return out
 
 

@@ -35,7 +35,9 @@ def available() -> bool:
     return library() is not None
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
+def argmax(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
+    if ids_V is not None:
+        return ids_V[argmax(logits_RV)]
     loaded = library()
     if loaded is None or logits_RV.dtype not in DTYPES or logits_RV.stride(1) != 1:
         return reference.argmax(logits_RV)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bough.kernels import sampling
+
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 LOGITS_AT_ONCE = 1 << 20
@@ -58,8 +60,31 @@ def kept(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Ten
     return (likelier < top_k) & by_mass & (mass >= min_p_R.double().unsqueeze(1))
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
-    return logits_RV.argmax(-1)
+def argmax(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
+    best = logits_RV.argmax(-1)
+    return best if ids_V is None else ids_V[best]
+
+
+def sample_among(
+    logits_RV: Tensor,
+    ids_V: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    spread = spread_logits(logits_RV, ids_V, vocab)
+    return sampling.sample(spread, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R)
+
+
+def spread_logits(logits_RV: Tensor, ids_V: Tensor, vocab: int) -> Tensor:
+    """[R, vocab]: -inf but for the tokens `ids_V`."""
+    spread = logits_RV.new_full((len(logits_RV), vocab), float("-inf"))
+    spread[:, ids_V] = logits_RV
+    return spread
 
 
 def sample(

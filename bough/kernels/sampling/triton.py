@@ -37,7 +37,25 @@ def _noise(seed, counter, block):
     c2 = zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, zero)
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
-    bits = tl.reshape(words, [block.shape[0], 4])
+    return _gumbel(tl.reshape(words, [block.shape[0], 4]))
+
+
+@triton.jit
+def _noise_of(ids, seed, counter, index, V):
+    """float32 [n, 4] Gumbel noise of the vocabulary entries that `ids` names at `index`: each has a word of its block."""
+    entry = tl.load(ids + index, mask=index < V, other=0)
+    c0 = (entry // 4).to(tl.uint32)
+    zero = c0 * 0
+    c1 = zero + (counter & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, zero)
+    word = entry % 4
+    bits = tl.where(word == 0, r0, tl.where(word == 1, r1, tl.where(word == 2, r2, r3)))
+    return _gumbel(bits)
+
+
+@triton.jit
+def _gumbel(bits):
     u = tl.minimum(bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.999999940395)
     small = u * (1.0 + u * (0.5 + u * 0.3333333333333333))
     return -tl.log(tl.where(u < 1e-3, small, -tl.log(1.0 - u)))
@@ -53,6 +71,7 @@ def _first_best(score, index):
 @triton.jit
 def _scan_kernel(
     logits,
+    ids,
     temperature,
     seeds,
     counters,
@@ -66,6 +85,7 @@ def _scan_kernel(
     DRAW: tl.constexpr,
     STRETCH: tl.constexpr,
     NOISE: tl.constexpr,
+    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -85,7 +105,8 @@ def _scan_kernel(
             inverse = 1.0 / tl.maximum(warmth, 1e-10)
             anchor = tl.where(top == float("-inf"), 0.0, top)
             mass, score, score_id = _draw(
-                logits, part * STRETCH, anchor, inverse, tl.load(seeds + row), tl.load(counters + row), V, STRETCH, NOISE
+                logits, ids, part * STRETCH, anchor, inverse, tl.load(seeds + row), tl.load(counters + row), V, STRETCH,
+                NOISE, MAPPED,
             )  # fmt: skip
             tl.store(sums + place, mass)
             tl.store(scores + place, score)
@@ -93,7 +114,19 @@ def _scan_kernel(
 
 
 @triton.jit
-def _draw(logits, first, anchor, inverse, seed, counter, V, STRETCH: tl.constexpr, NOISE: tl.constexpr):
+def _draw(
+    logits,
+    ids,
+    first,
+    anchor,
+    inverse,
+    seed,
+    counter,
+    V,
+    STRETCH: tl.constexpr,
+    NOISE: tl.constexpr,
+    MAPPED: tl.constexpr,
+):
     """(Sum of exponentials, best noisy logit, its first index) of a stretch, which has just been read: a few at a time, for
     noise takes many registers, and what takes few can be in flight more often."""
     block = first // 4 + tl.arange(0, NOISE // 4)
@@ -104,7 +137,10 @@ def _draw(logits, first, anchor, inverse, seed, counter, V, STRETCH: tl.constexp
     for _ in range(0, STRETCH, NOISE):
         value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
         mass += tl.exp(value * inverse - anchor * inverse)
-        noisy = value * inverse + _noise(seed, counter, block)
+        if MAPPED:
+            noisy = value * inverse + _noise_of(ids, seed, counter, index, V)
+        else:
+            noisy = value * inverse + _noise(seed, counter, block)
         better = noisy > best
         best = tl.where(better, noisy, best)
         best_id = tl.where(better, index, best_id)
@@ -115,7 +151,7 @@ def _draw(logits, first, anchor, inverse, seed, counter, V, STRETCH: tl.constexp
 
 
 @triton.jit
-def _top_kernel(tops, top_ids, out, PARTS, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _top_kernel(tops, top_ids, ids, out, V, PARTS, BLOCK: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     inside = part < PARTS
@@ -124,12 +160,16 @@ def _top_kernel(tops, top_ids, out, PARTS, BLOCK: tl.constexpr, PDL: tl.constexp
     top = tl.load(tops + row * PARTS + part, mask=inside, other=float("-inf"))
     top_id = tl.load(top_ids + row * PARTS + part, mask=inside, other=2147483647)
     _, best_id = _first_best(top, top_id)
-    tl.store(out + row, best_id.to(tl.int64))
+    if MAPPED:
+        tl.store(out + row, tl.load(ids + tl.minimum(best_id, V - 1)))  # nothing is best among what is not a number
+    else:
+        tl.store(out + row, best_id.to(tl.int64))
 
 
 @triton.jit
 def _settle_kernel(
     logits,
+    ids,
     temperature,
     top_k,
     top_p,
@@ -148,6 +188,7 @@ def _settle_kernel(
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
     LEVELS: tl.constexpr,
+    MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -174,15 +215,19 @@ def _settle_kernel(
         if ((k <= V) | (p < 1.0) | (floor > 0.0)) & (top > float("-inf")):  # where all is forbidden, nothing passes
             mass_limit = tl.where(p < 1.0, p * total, float("inf"))
             chosen = _settle(
-                logits + row.to(tl.int64) * stride, chosen, top, inverse, k, mass_limit, floor,
-                tl.load(seeds + row), tl.load(counters + row), V, SCAN, LEVELS,
+                logits + row.to(tl.int64) * stride, ids, chosen, top, inverse, k, mass_limit, floor,
+                tl.load(seeds + row), tl.load(counters + row), V, SCAN, LEVELS, MAPPED,
             )  # fmt: skip
-    tl.store(out + row, chosen.to(tl.int64))
+    if MAPPED:
+        tl.store(out + row, tl.load(ids + tl.minimum(chosen, V - 1)))
+    else:
+        tl.store(out + row, chosen.to(tl.int64))
 
 
 @triton.jit
 def _settle(
     logits,
+    ids,
     chosen,
     top,
     inverse,
@@ -194,6 +239,7 @@ def _settle(
     V,
     SCAN: tl.constexpr,
     LEVELS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """The best noisy token that passes the filters, starting from the best of all."""
     done = False
@@ -207,7 +253,7 @@ def _settle(
         if highest < level:
             done = True
         else:
-            chosen = _redraw(logits, highest, inverse, seed, counter, V, SCAN)
+            chosen = _redraw(logits, ids, highest, inverse, seed, counter, V, SCAN, MAPPED)
     return chosen
 
 
@@ -227,7 +273,7 @@ def _above(logits, levels, top, inverse, V, SCAN: tl.constexpr, LEVELS: tl.const
 
 
 @triton.jit
-def _redraw(logits, level, inverse, seed, counter, V, SCAN: tl.constexpr):
+def _redraw(logits, ids, level, inverse, seed, counter, V, SCAN: tl.constexpr, MAPPED: tl.constexpr):
     """The best noisy token among those above the level; stretches without one are only looked at."""
     lane = tl.arange(0, SCAN // 4)
     best = tl.full([SCAN // 4, 4], float("-inf"), tl.float32)
@@ -237,7 +283,10 @@ def _redraw(logits, level, inverse, seed, counter, V, SCAN: tl.constexpr):
         index = block[:, None] * 4 + tl.arange(0, 4)[None, :]
         value = tl.load(logits + index, mask=index < V, other=float("-inf")).to(tl.float32)
         if tl.max(value) > level:
-            noisy = value * inverse + _noise(seed, counter, block)
+            if MAPPED:
+                noisy = value * inverse + _noise_of(ids, seed, counter, index, V)
+            else:
+                noisy = value * inverse + _noise(seed, counter, block)
             better = (value > level) & ((noisy > best) | (best_id == 2147483647))
             best = tl.where(better, noisy, best)
             best_id = tl.where(better, index, best_id)
@@ -251,7 +300,7 @@ def _parts(logits: Tensor) -> tuple[Tensor, int]:
     return logits, cdiv(logits.shape[1], _STRETCH)
 
 
-def argmax(logits_RV: Tensor) -> Tensor:
+def argmax(logits_RV: Tensor, ids_V: Tensor | None = None) -> Tensor:
     logits, parts = _parts(logits_RV)
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -260,8 +309,10 @@ def argmax(logits_RV: Tensor) -> Tensor:
     tops = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     pdl = pdl_options(logits.device)
+    ids = top_ids if ids_V is None else ids_V
     _scan_kernel[(rows, parts)](
         logits,
+        ids,
         tops,
         tops,
         tops,
@@ -275,11 +326,28 @@ def argmax(logits_RV: Tensor) -> Tensor:
         DRAW=False,
         STRETCH=_STRETCH,
         NOISE=_NOISE,
+        MAPPED=False,
         num_warps=_WARPS,
         **pdl,
     )
-    _top_kernel[(rows,)](tops, top_ids, out, parts, BLOCK=power_of_two(parts), num_warps=1, **pdl)
+    _top_kernel[(rows,)](
+        tops, top_ids, ids, out, vocab, parts, BLOCK=power_of_two(parts), MAPPED=ids_V is not None, num_warps=1, **pdl
+    )
     return out
+
+
+def sample_among(
+    logits_RV: Tensor,
+    ids_V: Tensor,
+    vocab: int,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seeds_R: Tensor,
+    counters_R: Tensor,
+) -> Tensor:
+    return sample(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seeds_R, counters_R, ids_V)
 
 
 def sample(
@@ -290,6 +358,7 @@ def sample(
     min_p_R: Tensor,
     seeds_R: Tensor,
     counters_R: Tensor,
+    ids_V: Tensor | None = None,
 ) -> Tensor:
     logits, parts = _parts(logits_RV)
     rows, vocab = logits.shape
@@ -300,8 +369,10 @@ def sample(
     tops, sums, scores = torch.empty((3, rows, parts), dtype=torch.float32, device=device)
     top_ids, score_ids = torch.empty((2, rows, parts), dtype=torch.int32, device=device)
     pdl = pdl_options(device)
+    ids, mapped = top_ids if ids_V is None else ids_V, ids_V is not None
     _scan_kernel[(rows, parts)](
         logits,
+        ids,
         temperature_R,
         seeds_R,
         counters_R,
@@ -315,11 +386,13 @@ def sample(
         DRAW=True,
         STRETCH=_STRETCH,
         NOISE=_NOISE,
+        MAPPED=mapped,
         num_warps=_WARPS,
         **pdl,
     )
     _settle_kernel[(rows,)](
         logits,
+        ids,
         temperature_R,
         top_k_R,
         top_p_R,
@@ -338,6 +411,7 @@ def sample(
         BLOCK=power_of_two(parts),
         SCAN=_SCAN,
         LEVELS=_LEVELS,
+        MAPPED=mapped,
         num_warps=16,
         **pdl,
     )

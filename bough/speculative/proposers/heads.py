@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bough.layers.draft_heads import StateHead
+from bough.layers.draft_heads import Made, StateHead
 from bough.runner.proposing import Drafting, Reads, TreeDrafts
 from bough.speculative.proposers.tree import Frontier, TreeShape, grow_tree
 from bough.speculative.proposers.vocabulary import draw_among
@@ -43,14 +43,14 @@ class HeadProposer:
             return self._in_turn(step, features_TD)
         (head,) = self.heads
         following = step.following_ids()
-        state_RD = head.run(head.embed(following), features_TD, step.whole(following, head.last_layer))
+        made = head.run(following, features_TD, step.whole(following, head.last_layer))
         if self._shape is not None and step.count:
-            return self._tree(step, head, state_RD, self._shape)
-        return self._chain(step, head, state_RD)
+            return self._tree(step, head, made, self._shape)
+        return self._chain(step, head, made)
 
-    def _tree(self, step: Drafting, head: StateHead, state_RD: Tensor, shape: TreeShape) -> TreeDrafts:
-        num_rows, topk = len(state_RD), shape.topk
-        states_RKD = head.carried(state_RD)[:, None].expand(-1, topk, -1)
+    def _tree(self, step: Drafting, head: StateHead, root: Made, shape: TreeShape) -> TreeDrafts:
+        num_rows, topk = len(root.ready), shape.topk
+        states_RKD = root.carried[:, None].expand(-1, topk, -1)
 
         def expand(frontier: Frontier) -> Tensor:
             nonlocal states_RKD
@@ -58,19 +58,18 @@ class HeadProposer:
             if generation:
                 states_RKD = states_RKD.gather(1, frontier.parent[..., None].expand(-1, -1, states_RKD.shape[2]))
             batch = step.frontier(frontier.tokens, frontier.seen, generation, generation)
-            made = head.run(head.embed(batch.ids_T), states_RKD.flatten(0, 1), batch)
-            states_RKD = head.carried(made).view(num_rows, topk, -1)
-            return head.logits(made).view(num_rows, topk, -1)
+            made = head.run(batch.ids_T, states_RKD.flatten(0, 1), batch)
+            states_RKD = made.carried.view(num_rows, topk, -1)
+            return head.logits(made.ready).view(num_rows, topk, -1)
 
-        return grow_tree(head.logits(state_RD), expand, shape, step.count, head.target_ids_V)
+        return grow_tree(head.logits(root.ready), expand, shape, step.count, head.target_ids_V)
 
-    def _chain(self, step: Drafting, head: StateHead, state_RD: Tensor) -> list[Tensor]:
+    def _chain(self, step: Drafting, head: StateHead, made: Made) -> list[Tensor]:
         drafts: list[Tensor] = []
         for place in range(step.count):
             if place:
-                batch = step.behind(drafts[-1], place - 1)
-                state_RD = head.run(head.embed(drafts[-1]), head.carried(state_RD), batch)
-            drafts.append(draw_among(step, head.logits(state_RD), place, head.target_ids_V, self._vocab))
+                made = head.run(drafts[-1], made.carried, step.behind(drafts[-1], place - 1))
+            drafts.append(draw_among(step, head.logits(made.ready), place, head.target_ids_V, self._vocab))
         return drafts
 
     def _in_turn(self, step: Drafting, states_TD: Tensor) -> list[Tensor]:
@@ -78,9 +77,9 @@ class HeadProposer:
         drafts: list[Tensor] = []
         ids_T = step.following_ids()
         for place, head in enumerate(self.heads):
-            states_TD = head.run(head.embed(ids_T), states_TD, step.whole(ids_T, None))
+            states_TD, ready_TD = head.run(ids_T, states_TD, step.whole(ids_T, None))
             if place < step.count:
-                logits_RV = head.logits(states_TD[step.rows.at_R])
+                logits_RV = head.logits(ready_TD[step.rows.at_R])
                 drafts.append(draw_among(step, logits_RV, place, head.target_ids_V, self._vocab))
             if place + 1 < len(self.heads):
                 ids_T = step.moved_on(ids_T, drafts[place] if place < len(drafts) else step.rows.last_R)

@@ -1,5 +1,6 @@
 """Work lists of attention, against a model of them in plain Python."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,8 @@ def plan_cases(bed: Bed) -> Cases:
     ]  # fmt: skip
     for count, rows, longest in axes:
         yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
+    for count, passes, longest in bed.cover((1, 5, 64, 100), (1, 4), (100, 9000)):
+        yield f"plan {passes} passes of {count} rows up to {longest}", partial(_chain, bed, count, passes, longest)
 
 
 def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
@@ -117,3 +120,44 @@ def _same_plan(
     of_chunks = np.searchsorted(ends[:-1], begins, side="right") - 1
     assert got.chunk_tile.tolist() == np.maximum(of_chunks, 0).tolist()
     assert not got.counters.any()
+
+
+def _chain(bed: Bed, count: int, passes: int, longest: int) -> None:
+    """Plans of several passes at once are those of each of them."""
+    rng = bed.rng
+    kv_heads, group = rng.choice((1, 2, 8)), rng.choice((1, 4))
+    kind = Kind(kv_heads * group, kv_heads, rng.choice((None, 50)), True)
+    shape = Shape(16, 64, 4, 2, rng.choice((1, 4)), min_tokens=rng.choice((64, 192)), may_align=rng.random() < 0.5)
+    first = np.array([rng.randrange(1, longest) for _ in range(count)])
+    room = torch.zeros((passes, count + -count % 4), dtype=torch.int32, device=bed.device)
+    room[:, :count] = bed.ints(first) + torch.arange(passes, dtype=torch.int32, device=bed.device)[:, None]
+    kv_len_PR = room[:, :count]
+    inputs = AttentionInputs(
+        query_start_R1=bed.ints(np.arange(count + 1)),
+        kv_len_R=kv_len_PR[0],
+        slots_R=bed.ints(np.random.permutation(count)),
+        page_table=bed.ints([[0]]),
+        loc_T=bed.ints([0] * count, torch.int64),
+        page_size=64,
+        max_query=1,
+        max_kv=longest + passes,
+        k_caches=[],
+        v_caches=[],
+    )
+    with poison():
+        plans = planning.plan_chain(inputs, kind, shape, kv_len_PR)
+        assert plans is not None
+        assert len(plans) == passes
+        for got, kv_len_R in zip(plans, kv_len_PR, strict=True):
+            want = planning.plan_rows(replace(inputs, kv_len_R=kv_len_R), kind, shape, most_query=1)
+            assert (got.shape, got.target, got.num_chunks) == (want.shape, want.target, want.num_chunks)
+            assert torch.equal(got.tiles, want.tiles)
+            assert torch.equal(got.header, want.header)
+            assert torch.equal(got.chunk_tile, want.chunk_tile)
+            assert torch.equal(got.counters, want.counters)
+    most = planning._MOST_SHORT
+    try:
+        planning._MOST_SHORT = count - 1
+        assert planning.plan_chain(inputs, kind, shape, kv_len_PR) is None
+    finally:
+        planning._MOST_SHORT = most

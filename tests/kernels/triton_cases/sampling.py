@@ -42,8 +42,18 @@ def _sample(bed: Bed, vocab: int, spread: float, dtype: torch.dtype) -> None:
     some = torch.randperm(rows, device=bed.device)[: rows // 2]
     alone = sampling.sample(*(argument[some] for argument in arguments))
     assert torch.equal(alone, got[some]), "a draw depends on its batch"
+    ids = torch.randperm(3 * vocab, device=bed.device)[:vocab].sort().values
+    among = (logits, ids, 3 * vocab, *arguments[1:])
+    got = same_twice(lambda: sampling.sample_among(*among))
+    want = sampling_reference.sample_among(*among)
+    differs = int((got != want)[1:].sum())  # where nothing is allowed, the first of other tokens
+    assert differs <= rows // 50, f"{differs} of {rows} draws among some tokens differ"
+    assert torch.isin(got, ids).all()
     logits[0, vocab // 2] = logits[0, vocab - 1] = 100.0
     assert torch.equal(same_twice(lambda: sampling.argmax(logits)), sampling_reference.argmax(logits))
+    assert torch.equal(same_twice(lambda: sampling.argmax(logits, ids)), sampling_reference.argmax(logits, ids))
+    logits[1] = float("nan")
+    assert torch.isin(sampling.argmax(logits, ids)[1], ids), "what is not a number leads out of the vocabulary"
 
 
 def mask_cases(bed: Bed) -> Cases:

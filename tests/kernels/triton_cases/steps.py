@@ -8,11 +8,12 @@ import torch
 from random_trees import tree_step
 from torch import Tensor
 
+from bough.kernels.draft_chain import ChainPages, ChainRows, Side, reference as chain_reference, triton as chain_triton
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.step_end import reference as end_reference, triton as step_end
 from bough.kernels.step_start import SlotState, reference as start_reference, triton as start
-from triton_cases.bed import Bed, Cases
+from triton_cases.bed import Bed, Cases, close, poison
 
 
 def page_cases(bed: Bed) -> Cases:
@@ -179,3 +180,59 @@ def _tree(bed: Bed, rows: int, most: int, width: int, blocks: bool) -> None:
         results.append((*parts, path.result, path.from_L, path.from_T, *kept))
     for number, (want, got) in enumerate(zip(*results, strict=True)):
         assert torch.equal(want, got), number
+
+
+def chain_cases(bed: Bed) -> Cases:
+    for count, places, page_size in bed.cover((1, 5, 64, 200), (1, 4), (1, 16, 64)):
+        yield (
+            f"chain {count} rows, {places} places, pages of {page_size}",
+            partial(_ahead, bed, count, places, page_size),
+        )
+    sides = ((False, True), (True, False))
+    for widths, dtype, gathered, normed in bed.cover(((64, 64), (96, 32), (4096, 2048)), bed.dtypes, sides, sides):
+        yield f"sides {widths} {dtype} {gathered} {normed}", partial(_sides, bed, widths, dtype, gathered, normed)
+    yield "sides, both gathered and normed", partial(_sides, bed, (64, 128), torch.bfloat16, (True, True), (True, True))
+    yield "sides as they are", partial(_sides, bed, (64, 128), torch.float32, (False, False), (False, False))
+
+
+def _ahead(bed: Bed, count: int, places: int, page_size: int) -> None:
+    """Rows with pages for all places, for some and for none, and rows in the spare slot."""
+    rng, slots, pages = bed.rng, count + 2, 12
+    spare = slots
+    room = [rng.randrange(pages * page_size + 1) for _ in range(slots)] + [pages * page_size]
+    taken = [spare if rng.random() < 0.2 else slot for slot in rng.sample(range(slots), count)]
+    kv_len = [max(0, room[slot] + rng.randrange(-places - 1, 3)) for slot in taken]
+    rows = ChainRows(*(bed.ints(each, torch.int64) for each in (taken, kv_len, [rng.randrange(2**40) for _ in taken])))
+    table = bed.ints(np.random.randint(0, 1000, (slots + 1, pages)))
+    where = ChainPages(bed.ints(room, torch.int64), table, page_size)
+    with poison():
+        got = chain_triton.look_ahead(rows, where, places)
+    want = chain_reference.look_ahead(rows, where, places)
+    for name, mine, other in zip(want._fields, got, want, strict=True):
+        assert mine.dtype == other.dtype, name
+        assert torch.equal(mine, other), name
+        assert mine.dim() == 1 or mine.stride(0) * mine.itemsize % 16 == 0, name
+    for place in range(places):
+        for row, (slot, length) in enumerate(zip(taken, kv_len, strict=True)):
+            position = length + place
+            fits = slot != spare and position < room[slot]
+            at = int(table[slot, position // page_size]) * page_size + position % page_size if fits else -1
+            assert int(got.loc_PR[place, row]) == at
+            assert int(got.kv_len_PR[place, row]) == (1 if slot == spare else max(1, min(position + 1, room[slot])))
+
+
+def _sides(
+    bed: Bed, widths: tuple[int, int], dtype: torch.dtype, gathered: tuple[bool, bool], normed: tuple[bool, bool]
+) -> None:
+    made = []
+    for width, gathers, norms in zip(widths, gathered, normed, strict=True):
+        x = bed.normal(40 if gathers else 7, width + 8, dtype=dtype)[:, :width]
+        at = bed.ints(np.random.randint(0, 40, 7), torch.int64) if gathers else None
+        weight = bed.normal(width, dtype=dtype) if norms else None
+        made.append(Side(x, at, weight, *((1e-5, bed.rng.choice((0.0, 1.0))) if norms else ())))
+    with poison():
+        got = chain_triton.side_by_side(*made)
+    close(got, chain_reference.side_by_side(*made), dtype)
+    assert got.shape == (7, sum(widths))
+    some = chain_triton.side_by_side(*(side._replace(x=side.x.t().contiguous().t()) for side in made))
+    close(some, got, dtype)

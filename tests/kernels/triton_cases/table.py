@@ -46,6 +46,7 @@ OPS: dict[str, Callable[[Bed], Cases]] = {
     "start": steps.start_cases,
     "end": steps.end_cases,
     "tree": steps.tree_cases,
+    "chain": steps.chain_cases,
     "states": states.state_cases,
     "moe": experts.moe_cases,
     "grouping": experts.grouping_cases,

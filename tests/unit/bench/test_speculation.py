@@ -62,7 +62,7 @@ def test_numbers_of_drafts_are_compared(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["bench", "speculation", *TINY[:3], "1", *TINY[5:], *flags]) == 0
     printed = capsys.readouterr()
     told = [json.loads(line)["numbers"] for line in printed.err.splitlines() if "numbers" in line]
-    assert [each["algorithm"] for each in told] == ["NEXTN", "STANDALONE", "EAGLE3"]
+    assert [each["algorithm"] for each in told] == ["NEXTN", "NEXTN", "NEXTN", "STANDALONE", "EAGLE3"]
     for each in told:
         assert len(each["ms"]) == 3
         gains = [each["ms"][0] / ms * tokens for ms, tokens in zip(each["ms"], (1.0, 2.0, 2.5), strict=True)]
