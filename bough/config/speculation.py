@@ -31,9 +31,24 @@ _ANY_STEPS: Final = 4
 _METHODS: Final[dict[str, SpeculativeAlgorithm]] = {
     "ngram": "NGRAM", "suffix": "SUFFIX", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3",
     "medusa": "MEDUSA", "dflash": "DFLASH", "mtp": "NEXTN", "deepseek_mtp": "NEXTN", "glm4_moe_mtp": "NEXTN",
-    "mimo_mtp": "NEXTN",
+    "glm4_moe_lite_mtp": "NEXTN", "mimo_mtp": "NEXTN", "qwen3_next_mtp": "NEXTN", "qwen3_5_mtp": "NEXTN",
 }  # fmt: skip
 """vLLM's names of algorithms."""
+_NAMED: Final = (("eagle3", "eagle3"), ("eagle", "eagle"), ("dflash", "dflash"), ("medusa", "medusa"))
+"""What a draft model's name says of its method, where none is given, as vLLM reads it; other names: `draft_model`."""
+_JUDGED: Final = {
+    "standard": "speculative_use_rejection_sampling",
+    "block": "speculative_use_block_verification",
+}
+"""Values of vLLM's `rejection_sample_method`."""
+_NOT_TAKEN: Final = {
+    "draft_tensor_parallel_size": "what drafts is split like the model, by --tp-size",
+    "num_speculative_tokens_per_batch_size": "the number of drafts follows what they bring, for each range of batch sizes",
+    "enable_adaptive_verification": "use --speculative-adaptive or --no-speculative-adaptive",
+    "draft_sample_method": "drafts are drawn with the noise of the place that the model draws with",
+    "use_heterogeneous_vocab": "what drafts needs the model's tokenizer",
+}
+"""Entries of vLLM's object without a meaning here, and why."""
 
 
 class _Entry(NamedTuple):
@@ -63,7 +78,7 @@ _ENTRIES: Final = {
 _KINDS: Final = {int: "a whole number", float: "a number", str: "a text"}
 
 
-def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float | str]:
+def read_speculative_config(text: str, origin: str) -> Mapping[str, bool | int | float | str]:
     """The settings that vLLM's JSON object stands for. Raises `ConfigError`."""
     try:
         given = json.loads(text)
@@ -72,12 +87,23 @@ def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float 
     if not isinstance(given, dict):
         raise _bad_config(origin, "is not a JSON object", f"it is {text[:40]!r}")
     method = given.pop("method", None)
-    if method not in _METHODS:
+    if method is None and isinstance(given.get("model"), str):
+        method = _method_of(given["model"])
+        if method == "ngram":
+            del given["model"]
+    if not isinstance(method, str) or method not in _METHODS:
         raise _bad_config(origin, f"has the method {method!r}", f"there are {', '.join(_METHODS)}")
     algorithm = _METHODS[method]
     entries = {name: entry for name, entry in _ENTRIES.items() if algorithm in (entry.algorithms or {algorithm})}
-    found: dict[str, int | float | str] = {"speculative_algorithm": algorithm}
+    found: dict[str, bool | int | float | str] = {"speculative_algorithm": algorithm}
     for name, value in given.items():
+        if name == "rejection_sample_method" and algorithm in ON_DEVICE:
+            if not isinstance(value, str) or value not in _JUDGED:
+                raise _bad_config(origin, f"has {value!r} as {name}", f"there are {', '.join(_JUDGED)}")
+            found[_JUDGED[value]] = True
+            continue
+        if name in _NOT_TAKEN:
+            raise _bad_config(origin, f"has {name!r}", _NOT_TAKEN[name])
         if name not in entries:
             known = ", ".join(["method", *entries])
             raise _bad_config(origin, f"has {name[:40]!r}", f"of its entries, {method} knows these: {known}")
@@ -87,6 +113,14 @@ def read_speculative_config(text: str, origin: str) -> Mapping[str, int | float 
             raise _bad_config(origin, f"has {value!r} as {name}", f"it is {_KINDS[entry.kind]}")
         found[entry.setting] = value + entry.more if entry.more else value
     return found
+
+
+def _method_of(model: str) -> str:
+    """vLLM's method where only the draft model is named. A checkpoint of another kind is refused when it is read."""
+    name = model.rstrip("/").rpartition("/")[2].lower()
+    if name in ("ngram", "[ngram]"):
+        return "ngram"
+    return next((method for part, method in _NAMED if part in name), "draft_model")
 
 
 def _bad_config(origin: str, what: str, why: str) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,47 @@ def test_vllms_methods_that_draft_on_the_device(method: str, algorithm: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "EAGLE3"),
+        ("yuhuili/EAGLE-Vicuna-7B-v1.3/", "EAGLE"),
+        ("FasterDecoding/medusa-vicuna-7b-v1.3", "MEDUSA"),
+        ("z-lab/Qwen3-8B-DFlash-b16", "DFLASH"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "STANDALONE"),
+    ],
+)
+def test_vllms_method_follows_from_the_draft_models_name(model: str, algorithm: str) -> None:
+    made = loaded(speculative_config=json.dumps({"model": model, "num_speculative_tokens": 3}))
+    assert (made.speculative_algorithm, made.speculative_draft_model_path) == (algorithm, model)
+
+
+@pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+def test_vllms_old_name_of_prompt_lookup(model: str) -> None:
+    given = {"model": model, "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    made = loaded(speculative_config=json.dumps(given))
+    assert (made.speculative_algorithm, made.speculative_draft_model_path) == ("NGRAM", "")
+    assert made.speculative_ngram_max_match_window_size == 4
+
+
+@pytest.mark.parametrize(("rule", "flags"), [("standard", (True, False)), ("block", (False, True))])
+def test_vllms_rules_of_rejection(rule: str, flags: tuple[bool, bool]) -> None:
+    given = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3, "rejection_sample_method": rule}
+    made = loaded(speculative_config=json.dumps(given))
+    assert (made.speculative_use_rejection_sampling, made.speculative_use_block_verification) == flags
+
+
+@pytest.mark.parametrize(
     ("text", "about"),
     [
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
         ("{}", "method None"),
         ('{"method": "eagle4", "model": "x"}', "method 'eagle4'"),
+        ('{"method": ["eagle3"]}', "method ['eagle3']"),
+        ('{"model": 3}', "method None"),
+        ('{"method": "eagle3", "draft_tensor_parallel_size": 1}', "has 'draft_tensor_parallel_size'"),
+        ('{"method": "eagle3", "rejection_sample_method": "synthetic"}', "has 'synthetic'"),
+        ('{"method": "ngram", "rejection_sample_method": "block"}', "has 'rejection_sample_method'"),
         ('{"method": "eagle3", "prompt_lookup_min": 2}', "has 'prompt_lookup_min'"),
         ('{"method": "eagle3", "model": 3}', "has 3 as model"),
         ('{"method": "ngram", "model": "x"}', "has 'model'"),
