@@ -128,6 +128,7 @@ class DraftFacts:
 def read_draft(method: DraftMethod, draft: Checkpoint, target: ModelFacts, model: ModelFacts | None) -> DraftFacts:
     """The facts of the checkpoint `draft`, for `target`. `model`: facts of the whole model, for STANDALONE. Raises
     `ConfigError` if the two do not fit together."""
+    _same_kind(method, draft)
     match method:
         case "STANDALONE":
             assert model is not None, "read by its own architecture"
@@ -142,6 +143,31 @@ def read_draft(method: DraftMethod, draft: Checkpoint, target: ModelFacts, model
             return _medusa(draft, target)
         case "DFLASH":
             return _dflash(draft, target)
+
+
+def _same_kind(method: DraftMethod, draft: Checkpoint) -> None:
+    """Refuses a checkpoint whose config names another method. Many name none."""
+    if method in ("STANDALONE", "NEXTN"):
+        return
+    config = draft.config
+    names = [*(config.get("architectures") or ()), config.get("model_type"), config.get("speculators_model_type")]
+    named = " ".join(str(name).lower() for name in names)
+    made_for: DraftMethod | None = None
+    if "medusa" in named or "medusa_num_heads" in config:
+        made_for = "MEDUSA"
+    elif "dflash" in named or "dflash_config" in config:
+        made_for = "DFLASH"
+    elif "eagle3" in named:
+        made_for = "EAGLE3"
+    elif "eagle" in named and method not in ("EAGLE", "EAGLE3"):
+        made_for = "EAGLE"
+    if made_for not in (None, method):
+        raise ConfigError(
+            what=f"{draft.name} drafts by {made_for}, and --speculative-algorithm is {method}",
+            why="its config says so",
+            fix=f"use --speculative-algorithm {made_for}, or another --speculative-draft-model-path",
+            param="speculative_algorithm",
+        )
 
 
 def _standalone(draft: Checkpoint, target: ModelFacts, model: ModelFacts) -> DraftFacts:
