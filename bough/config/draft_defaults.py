@@ -35,8 +35,8 @@ DRAFT_DEFAULTS: Final = (
     ),
     DraftDefault(
         frozenset({"SUFFIX"}), (), 16, 1, 17,
-        "the same prompts: 1.64 times the tokens per second at 3.9 tokens per step, 1.59 and 3.4 with 9 draft tokens "
-        "(`benchmarks/results/speculation_cpu.md`)",
+        "the same prompts, two runs: 1.64 and 1.53 times the tokens per second at 3.9 and 3.5 tokens per step; with 9 draft "
+        "tokens 1.59 and 1.46, at 3.4 and 3.3 (`benchmarks/results/speculation_cpu.md`)",
     ),
     DraftDefault(
         _HEADS | {"STANDALONE"}, (), 3, 1, 4,
