@@ -55,6 +55,16 @@ def test_top_draws_the_numbers() -> None:
     assert "█" * 12 + "░" * 12 in text, "half of the memory"
 
 
+def test_top_draws_tokens_per_step_where_there_were_drafts() -> None:
+    counts = {"accept_length": 2.416, "draft_tokens": 2000, "accepted_tokens": 1500}
+    text = drawn({**LOADS, "loads": [LOADS["loads"][0] | {"speculative": counts}]})
+    for piece in ("drafts", "2.42 tok/step", "1,500 of 2,000 drafts right so far"):
+        assert piece in text, piece
+    assert "█" * 18 + "░" * 6 in text, "three of four were right"
+    none = {**counts, "draft_tokens": 0}
+    assert "tok/step" not in drawn({**LOADS, "loads": [LOADS["loads"][0] | {"speculative": none}]})
+
+
 def test_top_fits_a_terminal_of_eighty_columns() -> None:
     large = {
         "num_running_reqs": 256, "max_running_requests": 1024, "num_waiting_reqs": 12_345, "num_waiting_tokens": 8_388_608,
