@@ -4,7 +4,8 @@ import gc
 import sys
 import time
 
-from bough.engine.places import device_index
+from bough.config.layout import Layout
+from bough.engine.places import device_index, sharing
 from bough.ipc import Launch, run_child
 from bough.platform.environment import prepare_environment
 
@@ -14,7 +15,8 @@ def run(launch: Launch, name: str, rank: int) -> None:
     from bough.observability.switches import LogListener
 
     LogListener(launch.server.path(""), name).follow()
-    early = Early(launch.config, device_index(launch, rank))
+    alone = Layout.of(launch.config.parallel).size == 1
+    early = Early(launch.config, device_index(launch, rank), sharing(launch) if alone else 0)
     began = time.perf_counter()
     from bough.engine.build import run_rank
 

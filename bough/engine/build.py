@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +49,7 @@ from bough.engine.dtypes import DTYPES
 from bough.engine.early import Early
 from bough.engine.expert_balance import BalanceRules, ExpertBalancer, has_mixtures
 from bough.engine.expert_plan import plan_experts
+from bough.engine.first_start import note_compiled
 from bough.engine.grammars import grammars_of
 from bough.engine.held import RankMemory, exchange, of_rank
 from bough.engine.inbox import MessageSource as Requests
@@ -66,6 +67,7 @@ from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import EngineStatus, Inbox, Launch, read_checkpoint, write_status
 from bough.ipc.features import open_features
 from bough.ipc.store import Store
+from bough.kernels.ahead import finish as finish_compiling
 from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.layers.decoder import Decoder
@@ -80,6 +82,7 @@ from bough.platform.processor import can_wait_busily
 from bough.platform.topology import device_order
 from bough.quantization.kv_scales import KvScales, find_kv_scales
 from bough.quantization.readable import rules_for
+from bough.runner.compiling import compile_ahead
 from bough.runner.context import ContextShare
 from bough.runner.graphs import Extents
 from bough.runner.model_runner import ModelRunner
@@ -197,6 +200,9 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
     balancer = balance_rank(runner, model, mesh, config, facts) if experts.records else None
     states = runner.states if isinstance(runner, ModelRunner) else None
     held = exchange(of_rank(rank, model, runner.pool, states), store, layout.size)
+    with start.phase("finding kernels", 0.85):
+        done = partial(note_compiled, launch.config, early.facts().name)
+        find_kernels(runner, config, done)
     with start.phase("warming up", 0.9):
         warm_up(runner, config)
     # What start-up leaves behind stays: no collection needs to look at it.
@@ -439,6 +445,17 @@ def _check_room(plan: MemoryPlan, device: Device) -> None:
             why="the weights took more than their headers promised, or another process took memory meanwhile",
             fix="free the device, or start with a smaller --mem-fraction-static",
         )
+
+
+def find_kernels(runner: ModelRunner | PoolingRunner, config: Config, done: Callable[[], None]) -> None:
+    """Has compilers make what `warm_up` and later steps launch, where some were started. `done` is called if and when all
+    of it is made."""
+    if runner.graphs is None or not isinstance(runner, ModelRunner) or runner.measures_scales:
+        finish_compiling()
+        return
+    most = min(graph_tokens(config), runner.limits.num_slots)
+    compile_ahead(runner, _warm_steps(config, runner, most), most)
+    finish_compiling(done)
 
 
 def warm_up(runner: ModelRunner | PoolingRunner, config: Config) -> None:

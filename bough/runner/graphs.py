@@ -240,7 +240,22 @@ class Graphs:
         self._stand_ins.clear()
         return captured
 
+    def rehearse(self, size: Extents, kind: Kind = "sampled", *, shared: bool = False) -> None:
+        """Runs a step that its graph could serve, and that touches nothing that matters, without capturing it. One that is
+        too large for graphs isn't run."""
+        key = self._key(size, kind, shared)
+        if key is not None:
+            _, _, tensors, extent = self._idle_step(key)
+            self._run(tensors, extent, key)
+
     def _record(self, key: GraphKey) -> Captured:
+        layout, buffer, tensors, extent = self._idle_step(key)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, (result, read) = capture(lambda: self._run(tensors, extent, key), self._pool)
+        return Captured(layout, buffer, tensors, graph, result, read)
+
+    def _idle_step(self, key: GraphKey) -> tuple[StepLayout, Tensor, StepTensors, Extent]:
         members = MOST_LEVELS * key.rows if key.shared else 0
         writes = (2 * key.rows + TABLE_ROOM) * self._column_pages
         layout = StepLayout(Sizes(key.tokens, key.rows, key.samples, writes, members))
@@ -255,10 +270,7 @@ class Graphs:
             has_drafts=key.width > 1,
             adapted=key.adapted,
         )
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, (result, read) = capture(lambda: self._run(tensors, extent, key), self._pool)
-        return Captured(layout, buffer, tensors, graph, result, read)
+        return layout, buffer, tensors, extent
 
     def _run(self, tensors: StepTensors, extent: Extent, key: GraphKey) -> tuple[Tensor, Read | None]:
         forward = self._forward

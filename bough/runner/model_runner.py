@@ -12,6 +12,7 @@ from torch import Tensor
 from bough.config.step_memory import SCORED_AT_ONCE
 from bough.core.messages import LogprobSpec
 from bough.core.step import Launched, LogprobArrays, Mask, Outcome, RunnerLimits, SlotSetup, Step, StepMedia
+from bough.kernels.ahead import pending
 from bough.kernels.attention.inputs import HostLengths
 from bough.kernels.draft_tree import TreePath
 from bough.kernels.step_start import SlotState
@@ -184,8 +185,9 @@ class ModelRunner:
         return media_tensors(media, self.encoder, self.device)
 
     def idle(self) -> None:
-        """Uses a moment without work to capture a graph that was missed."""
-        if self.graphs is not None and not self.measures_scales:
+        """Uses a moment without work to capture a graph that was missed. Not while kernels are compiled: it might wait for
+        one, and a request for it."""
+        if self.graphs is not None and not self.measures_scales and not pending():
             with torch.inference_mode():
                 self.graphs.capture_one_wanted()
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.plan import Plan, Shape
 from bough.kernels.attention.triton import Workspace
@@ -153,6 +154,7 @@ def shared_bytes(layer: Layer, form: _Form, *, many: bool) -> int:
     return form.few.num_stages * (form.few.block_n * token + 2 * width * 2 + (4 + 2 * layer.group) * width) + 1024
 
 
+@rehearsed
 @cache
 def _kernel(device: torch.device, layer: Layer, form: _Form, *, many: bool) -> CudaKernel:
     cubin = cached_cubin(SOURCE, "sm_90a", defines(layer, form))
@@ -160,6 +162,7 @@ def _kernel(device: torch.device, layer: Layer, form: _Form, *, many: bool) -> C
     return CudaKernel(cubin, name, device, 32 * shape.num_warps, shared_bytes(layer, form, many=many))
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device, layer: Layer) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""

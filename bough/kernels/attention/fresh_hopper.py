@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.cuda_source import (
     CudaKernel,
     StreamNumbers,
@@ -216,6 +217,7 @@ class _Loaded:
     streams: StreamNumbers = field(default_factory=partial(StreamNumbers, "attention over fresh rows is launched"))
 
 
+@rehearsed
 @cache
 def _loaded(device: torch.device, form: Form) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", defines(form))
@@ -225,6 +227,7 @@ def _loaded(device: torch.device, form: Form) -> _Loaded:
     return _Loaded(kernel, most_blocks, facts.L2_cache_size)
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device, form: Form) -> bool:
     if form.dtype not in (torch.bfloat16, torch.float16) or form.head_dim not in (64, 128):

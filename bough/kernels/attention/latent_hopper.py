@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.attention.inputs import AttentionInputs, Spec
 from bough.kernels.attention.plan import Plan, Shape
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
@@ -116,6 +117,7 @@ class _Loaded:
     """That run at once."""
 
 
+@rehearsed
 @cache
 def _loaded(device: torch.device, heads: int, cluster: int) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", defines(heads, cluster))
@@ -123,6 +125,7 @@ def _loaded(device: torch.device, heads: int, cluster: int) -> _Loaded:
     return _Loaded(kernel, kernel.most_clusters(cluster) if cluster > 1 else num_sms(device))
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device, heads: int) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""

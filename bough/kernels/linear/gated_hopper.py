@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 
 SOURCE = Path(__file__).with_suffix(".cu")
@@ -107,6 +108,7 @@ class _Loaded:
     """That run at once."""
 
 
+@rehearsed
 @cache
 def _loaded(tiling: Tiling, device: torch.device) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", tiling.defines())
@@ -114,6 +116,7 @@ def _loaded(tiling: Tiling, device: torch.device) -> _Loaded:
     return _Loaded(kernel, kernel.most_clusters(2))
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.codes_source import CodedWeight, CodeForm
 from bough.kernels.cuda_source import SWIZZLED_BYTES, CudaKernel, cached_cubin, current_stream, runs_on, tensor_map
 from bough.kernels.norm.inlined import NormedStruct
@@ -28,6 +29,7 @@ _NOT_CODED = CodedWeight()
 _PLAIN = CodeForm()
 
 
+@rehearsed
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
@@ -38,6 +40,7 @@ def is_ready(device: torch.device) -> bool:
     )
 
 
+@rehearsed
 @cache
 def _kernel(
     device: torch.device,

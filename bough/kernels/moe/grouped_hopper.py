@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 from bough.kernels.linear.gated_hopper import Tiling
 from bough.kernels.moe.grouping import Grouping, group_tokens, round_rows, sum_parts
@@ -112,6 +113,7 @@ def _defines(tiling: Tiling, *, gated: bool, fp8: bool) -> dict[str, int]:
     return given
 
 
+@rehearsed
 @cache
 def _loaded(tiling: Tiling, gated: bool, fp8: bool, device: torch.device) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", _defines(tiling, gated=gated, fp8=fp8))
@@ -128,6 +130,7 @@ def load_cuts(cuts: Sequence[GroupedTilings], device: torch.device, *, fp8: bool
         _loaded(tiling, gated, fp8, device)
 
 
+@rehearsed
 @cache
 def is_ready(device: torch.device, inner: int, width: int, fp8: bool) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.cuda_source import CudaKernel, StreamNumbers, cached_cubin, current_stream, runs_on
 from bough.kernels.launching import num_sms
 from bough.kernels.moe import Routing
@@ -115,6 +116,7 @@ class _Loaded:
     streams: StreamNumbers = field(default_factory=partial(StreamNumbers, "experts are launched"))
 
 
+@rehearsed
 @cache
 def _loaded(device: torch.device, cut: LoneTiling) -> _Loaded:
     cubin = cached_cubin(SOURCE, "sm_90a", cut.defines())
@@ -122,6 +124,7 @@ def _loaded(device: torch.device, cut: LoneTiling) -> _Loaded:
     return _Loaded(kernel, num_sms(device))
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device, cut: LoneTiling) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.codes_source import CodeForm
 from bough.kernels.cuda_source import (
     CudaKernel,
@@ -109,6 +110,7 @@ def block_of(tokens: int) -> int:
     return max(48, cdiv(tokens, 16) * 16)
 
 
+@rehearsed
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
@@ -125,6 +127,7 @@ def cubin(cut: RoundedCut, block_t: int, form: CodeForm) -> bytes:
     return cached_cubin(_SOURCE, "sm_90a", defines)
 
 
+@rehearsed
 @cache
 def _kernel(device: torch.device, cut: RoundedCut, block_t: int, form: CodeForm) -> CudaKernel:
     room = cut.stages(block_t) * cut.stage_bytes(block_t) + 1024
@@ -132,6 +135,7 @@ def _kernel(device: torch.device, cut: RoundedCut, block_t: int, form: CodeForm)
     return CudaKernel(cubin(cut, block_t, form), "rounded", device, threads=threads, shared_bytes=room)
 
 
+@rehearsed
 @cache
 def most_clusters(device: torch.device, cut: RoundedCut, block_t: int, form: CodeForm) -> int:
     """That run at once; 0 if the kernel can't be had."""

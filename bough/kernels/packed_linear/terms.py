@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from bough.kernels.ahead import rehearsed
 from bough.kernels.codes_source import CodeForm
 from bough.kernels.cuda_source import (
     SWIZZLED_BYTES,
@@ -164,6 +165,7 @@ def cuts_of(tokens: int, weight: DeviceCodes, form: CodeForm) -> Iterator[TermsC
             yield rule.cut
 
 
+@rehearsed
 @cache
 def is_ready(device: torch.device) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""
@@ -181,6 +183,7 @@ def cubin(cut: TermsCut, block_t: int, form: CodeForm) -> bytes:
     return cached_cubin(_SOURCE, "sm_90a", defines)
 
 
+@rehearsed
 @cache
 def _kernel(device: torch.device, cut: TermsCut, block_t: int, form: CodeForm) -> CudaKernel:
     threads = 128 * cut.groups + 32 * cut.splitters + 32

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bough.config.model_facts import ClampedGate
+from bough.kernels.ahead import rehearsed
 from bough.kernels.codes_source import BOX_COLUMNS, CodeForm
 from bough.kernels.cuda_source import (
     SWIZZLED_BYTES,
@@ -191,6 +192,7 @@ def _cut_of(
     return next(iter(cuts_of(weight, depth, halves, block_t, rows, lone)), None)
 
 
+@rehearsed
 @cache
 def _kernel(device: torch.device, cut: ExpertsCut, gate: int, has_bias: bool) -> CudaKernel:
     defines: Mapping[str, int] = {
@@ -211,6 +213,7 @@ def _kernel(device: torch.device, cut: ExpertsCut, gate: int, has_bias: bool) ->
     return CudaKernel(cubin, "coded_experts", device, threads=threads, shared_bytes=cut.shared_bytes)
 
 
+@rehearsed
 @cache
 def _is_ready(device: torch.device, cut: ExpertsCut) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected."""

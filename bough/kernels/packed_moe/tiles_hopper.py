@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bough.config.model_facts import ClampedGate
+from bough.kernels.ahead import forget_after_rehearsals, rehearsed
 from bough.kernels.codes_source import BOX_COLUMNS, CodeForm
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 from bough.kernels.launching import cdiv, num_sms
@@ -122,6 +123,7 @@ def _products(tile: Tile, gate_up: DeviceCodes, down: DeviceCodes) -> tuple[Tile
     return TiledProduct(tile, 2, forms[0]), TiledProduct(tile, 1, forms[1])
 
 
+@rehearsed
 @cache
 def _kernel(device: torch.device, cut: TiledProduct, gate: int, has_bias: bool) -> CudaKernel:
     cubin = cached_cubin(_SOURCE, "sm_90a", cut.defines(gate, has_bias))
@@ -145,6 +147,7 @@ def load_all(
 
 
 _ready: dict[tuple[object, ...], bool] = {}
+forget_after_rehearsals(_ready.clear)
 
 
 def _is_ready(gate_up: DeviceCodes, down: DeviceCodes, gate: str, has_bias: bool) -> bool:
