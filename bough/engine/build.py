@@ -67,7 +67,7 @@ from bough.engine.worker import BroadcastRunner, ToWorker, run_worker
 from bough.ipc import EngineStatus, Inbox, Launch, read_checkpoint, write_status
 from bough.ipc.features import open_features
 from bough.ipc.store import Store
-from bough.kernels.ahead import finish as finish_compiling
+from bough.kernels.ahead import finish as finish_compiling, read_triton
 from bough.kernels.cpu_build import forbid_custom_kernels
 from bough.layers.batch import Model, attention_specs
 from bough.layers.decoder import Decoder
@@ -177,6 +177,8 @@ def run_rank(launch: Launch, rank: int, early: Early, importing_s: float) -> Non
             order = device_order()
             _log.info("ranks get GPUs %s: %s", ", ".join(map(str, order.devices)), order.because)
     with start.phase("preparing the device", 0.1):
+        if config.device.device == "cuda" and config.device.custom_kernels:
+            read_triton()
         device = open_device(config, device_index(launch, rank))
         mesh, patience = SINGLE, Patience(parallel.dist_timeout_s)
         if store is not None:

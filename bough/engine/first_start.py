@@ -11,9 +11,8 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-
-import msgspec
 
 import bough
 from bough.config.cache_directory import cache_directory
@@ -27,18 +26,20 @@ def start_compilers(config: Config, facts: DeviceFacts, engines: int) -> None:
     """Starts compilers on this machine's cores, which `engines` engines share, if kernels may be missing."""
     if facts.kind != "cuda" or not config.device.custom_kernels or "TRITON_INTERPRET" in os.environ:
         return
-    if not all(marker.exists() for marker in _markers(config, facts.name)):
+    try:
+        missing = not all(marker.exists() for marker in _markers(config, facts.name))
+    except OSError:
+        return  # nothing can be kept
+    if missing:
         ahead.start(max(1, ahead.cores() // engines))
 
 
 def note_compiled(config: Config, device: str) -> None:
     """The next start with these settings finds all it needs. `config`: as `start_compilers` had it."""
-    for marker in _markers(config, device):
-        try:
+    with suppress(OSError):
+        for marker in _markers(config, device):
             marker.parent.mkdir(parents=True, exist_ok=True)
             write_whole(marker, b"")
-        except OSError:
-            return
 
 
 def _markers(config: Config, device: str) -> list[Path]:
@@ -53,7 +54,7 @@ def _key(config: Config, device: str) -> str:
     """Of what decides which kernels there are, as far as it is known before anything is read."""
     found = hashlib.sha256(repr((device, sys.version, *_versions(), *_sources(Path(bough.__file__).parent))).encode())
     decides = (config.model, config.device, config.scheduler, config.cache, config.speculative, config.media)
-    found.update(msgspec.json.encode(decides, order="deterministic"))
+    found.update(repr(decides).encode())
     for file in (Path(config.model.model) / "config.json",):
         found.update(file.read_bytes() if file.is_file() else b"")
     return found.hexdigest()[:24]

@@ -318,6 +318,19 @@ def _compile(
     return _original_compile(self, key, signature, device, constexprs, options, attrs, warmup)
 
 
+def read_triton() -> None:
+    """Has Triton read all of its own files, by a hash of which it looks kernels up, in another thread: that takes half a
+    second, which the first launch would wait for."""
+
+    def read() -> None:
+        with contextlib.suppress(ImportError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+    threading.Thread(target=read, name="triton", daemon=True).start()
+
+
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

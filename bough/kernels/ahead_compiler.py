@@ -6,6 +6,7 @@ says that a job has ended, and why not well. Ends with its input, at once, or wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -154,9 +155,11 @@ def _import() -> None:
 
     import bough.kernels.attention.triton_backend
     import bough.kernels.cuda_source
-    import bough.kernels.sampling.triton  # noqa: F401
+    import bough.kernels.sampling.triton
 
     triton_key()
+    with contextlib.suppress(bough.kernels.cuda_source.CudaSourceError):
+        bough.kernels.cuda_source.find_nvrtc()
     assert triton.compile
     os.waitpid(begun, os.WNOHANG)
 

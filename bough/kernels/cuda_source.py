@@ -65,6 +65,11 @@ def _nvrtc() -> ctypes.CDLL:
     raise CudaSourceError(f"{name} was not found; it comes with torch's CUDA wheels and with the CUDA toolkit")
 
 
+def find_nvrtc() -> None:
+    """Loads NVRTC now instead of with the first source. Raises `CudaSourceError` where there is none."""
+    _nvrtc()
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     try:

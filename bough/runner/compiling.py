@@ -17,7 +17,7 @@ from bough.runner.rehearsal import later_rehearsals, rehearsals
 
 _log = logging.getLogger(__name__)
 
-LATER_S = 3.0
+LATER_S = 2.0
 """Rehearsing steps that aren't needed at once takes at most this long. It costs nothing while the first kernels are being
 compiled, for which the first steps wait."""
 
