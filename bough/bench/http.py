@@ -122,7 +122,7 @@ def best(repeats: int, run: Any) -> Json:
 # -- through HTTP ---------------------------------------------------------------------------------
 
 
-class Server:
+class MeasuredServer:
     """A running `bough serve`."""
 
     def __init__(self, url: str, process: psutil.Process) -> None:
@@ -188,7 +188,7 @@ class Server:
 
 
 @contextmanager
-def served(settings: Mapping[str, Any]) -> Iterator[Server]:
+def served(settings: Mapping[str, Any]) -> Iterator[MeasuredServer]:
     """Starts a server with an engine's settings, and ends it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -198,7 +198,7 @@ def served(settings: Mapping[str, Any]) -> Iterator[Server]:
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_ready(url, process)
-        yield Server(url, psutil.Process(process.pid))
+        yield MeasuredServer(url, psutil.Process(process.pid))
     finally:
         process.terminate()
         try:

@@ -18,10 +18,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib
-import io
+import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -100,10 +99,16 @@ class Compilers:
         with self._lock:
             if key in self._numbers or self._is_finished:
                 return
-            number = self._numbers[key] = len(self._ended)
+            number = len(self._ended)
+            try:
+                line = encode(Ask(number, job, urgent))
+            except TypeError as error:
+                _log.info("a kernel is compiled at its first launch: %s", error)
+                return
+            self._numbers[key] = number
             self._ended.append(threading.Event())
             self._pending += 1
-            self._send(Ask(number, job, urgent))
+            self._send(line)
 
     def wait(self, key: object) -> None:
         """Until a job has ended, well or not; at once if it was never asked for."""
@@ -111,7 +116,7 @@ class Compilers:
         if number is None or self._ended[number].is_set():
             return
         with self._lock:
-            self._send(Ask(number, None, urgent=True))
+            self._send(encode(Ask(number, None, urgent=True)))
         self._ended[number].wait()
 
     def finish(self, then: Callable[[], None] | None = None) -> None:
@@ -119,17 +124,13 @@ class Compilers:
         with self._lock:
             self._then = then
             self._is_finished = True
-            self._send(Ask(-1, None, urgent=False))
+            self._send(encode(Ask(-1, None, urgent=False)))
 
-    def _send(self, ask: Ask) -> None:
+    def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        text = io.BytesIO()
-        _Pickler(text).dump(ask)
-        try:
-            self._process.stdin.write(len(text.getbuffer()).to_bytes(4, "little") + text.getbuffer())
+        with contextlib.suppress(OSError, ValueError):  # it has ended, and the reader says so
+            self._process.stdin.write(line)
             self._process.stdin.flush()
-        except (OSError, ValueError):
-            pass  # it has ended, and the reader says so
 
     def _read(self) -> None:
         """Hears of jobs that have ended, until the process has."""
@@ -155,18 +156,61 @@ class Compilers:
         self._ended[number].set()
 
 
-class _Pickler(pickle.Pickler):
-    """Names Triton's functions, which may be constants of others, instead of copying them."""
+def encode(ask: Ask) -> bytes:
+    """One line. Raises TypeError for a job with something in it that can't be named."""
+    job = ask.job
+    kind = None if job is None else type(job).__name__
+    return json.dumps([ask.number, ask.urgent, kind, None if job is None else _plain(tuple(job))]).encode() + b"\n"
 
-    def reducer_override(self, value: Any) -> Any:
-        function = getattr(value, "fn", None)
-        if hasattr(value, "cache_key") and function is not None:
-            return named, (function.__module__, function.__qualname__)
-        return NotImplemented
+
+def decode(line: bytes) -> Ask:
+    """What `encode` has made."""
+    number, urgent, kind, fields = json.loads(line)
+    kinds: dict[str, type[Job]] = {"TritonJob": TritonJob, "CudaJob": CudaJob}
+    return Ask(number, None if kind is None else kinds[kind](*_made(fields)), urgent)
+
+
+def _plain(value: Any) -> Any:
+    """In JSON's terms: what it doesn't know is an object with one field, which says what it is."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind in (list, tuple):
+        return {kind.__name__: [_plain(each) for each in value]}
+    if kind is dict:
+        return {"dict": [[_plain(key), _plain(each)] for key, each in value.items()]}
+    from triton import language
+    from triton.runtime.jit import JITFunction
+
+    if kind is language.dtype:
+        return {"dtype": value.name}
+    if kind is language.constexpr:
+        return {"constexpr": _plain(value.value)}
+    if isinstance(value, JITFunction):  # which may be a constant of another one
+        return {"function": [value.fn.__module__, value.fn.__qualname__]}
+    raise TypeError(f"{kind.__name__} in a kernel's form")
+
+
+def _made(plain: Any) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind in ("list", "tuple"):
+        made = [_made(each) for each in value]
+        return tuple(made) if kind == "tuple" else made
+    if kind == "dict":
+        return {_made(key): _made(each) for key, each in value}
+    if kind == "function":
+        return named(*value)
+    from triton import language
+
+    return language.dtype(value) if kind == "dtype" else language.constexpr(_made(value))
 
 
 def named(module: str, name: str) -> Any:
-    """A module's function."""
+    """A module's function. Only of ours: others are not compiled ahead."""
+    if not module.startswith("bough."):
+        raise TypeError(f"{module} is not compiled ahead")
     return getattr(importlib.import_module(module), name)
 
 

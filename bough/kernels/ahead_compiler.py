@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import selectors
 import signal
 import sys
@@ -16,7 +15,7 @@ import traceback
 from collections import deque
 from typing import Any
 
-from bough.kernels.ahead import Ask, CudaJob, Job, TritonJob, named
+from bough.kernels.ahead import Ask, CudaJob, Job, TritonJob, decode, named
 
 _LATER_NICENESS = 10
 """Of jobs that aren't urgent: the engine serves while they run."""
@@ -54,14 +53,12 @@ class _Server:
                 os.kill(process, signal.SIGKILL)
             os._exit(0)
         self._input += data
-        while len(self._input) >= 4:
-            size = 4 + int.from_bytes(self._input[:4], "little")
-            if len(self._input) < size:
-                return
-            self._note(pickle.loads(self._input[4:size]))  # noqa: S301 - of the process that started this one
-            self._input = self._input[size:]
+        *lines, self._input = self._input.split(b"\n")
+        for line in lines:
+            self._note(line)
 
-    def _note(self, ask: Ask) -> None:
+    def _note(self, line: bytes) -> None:
+        ask: Ask = decode(line)
         if ask.number < 0:
             self._is_last = True
         elif ask.job is not None:
@@ -150,7 +147,6 @@ def _import() -> None:
             CudaUtils()  # which a C compiler makes
         finally:
             os._exit(0)
-    import triton
     from triton.runtime.cache import triton_key
 
     import bough.kernels.attention.triton_backend
@@ -160,7 +156,6 @@ def _import() -> None:
     triton_key()
     with contextlib.suppress(bough.kernels.cuda_source.CudaSourceError):
         bough.kernels.cuda_source.find_nvrtc()
-    assert triton.compile
     os.waitpid(begun, os.WNOHANG)
 
 

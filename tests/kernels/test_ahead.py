@@ -99,6 +99,28 @@ def test_compilers_that_end_are_not_waited_for() -> None:
     assert compilers.pending == 0
 
 
+def test_a_job_arrives_as_it_was() -> None:
+    from triton import language
+
+    from bough.kernels.packed_linear.decode import _as_weight
+
+    given = {
+        (0,): language.bfloat16, (1,): language.constexpr((2, "a")), (2,): _as_weight, (3,): None, (4,): 1.5, (5,): True,
+    }  # fmt: skip
+    attributes = {(0,): [["tt.divisibility", 16]]}
+    job = ahead.TritonJob("bough.a", "b", {"x": "*bf16"}, given, attributes, ("cuda", 90, 32), {"libs": (("a", "b"),)})
+    sent = ahead.Ask(3, job, True)
+    got = ahead.decode(ahead.encode(sent))
+    assert str(got) == str(sent)
+    assert got.job is not None
+    assert got.job == job._replace(constants=got.job.constants)
+    assert got.job.constants[2,] is _as_weight
+    for other in (ahead.Ask(4, ahead.CudaJob("a.cu", "sm_90a", {"D": 1}), False), ahead.Ask(-1, None, False)):
+        assert ahead.decode(ahead.encode(other)) == other
+    with pytest.raises(TypeError, match="object"):
+        ahead.encode(ahead.Ask(5, job._replace(options={"a": object()}), True))
+
+
 def test_new_tensors_are_zero() -> None:
     with torch.inference_mode():
         torch.full((1 << 16,), 7)

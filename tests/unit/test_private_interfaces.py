@@ -61,6 +61,15 @@ def test_triton_launchers() -> None:
         assert attribute in made, attribute
 
 
+def test_triton_compiles() -> None:
+    """`kernels/ahead.py` takes these places while steps are rehearsed; tests/kernels/test_ahead.py compiles a kernel so."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    compiles = inspect.signature(jit.JITFunction._do_compile).parameters
+    assert list(compiles)[1:] == ["key", "signature", "device", "constexprs", "options", "attrs", "warmup"]
+    assert list(inspect.signature(jit.JITFunction.run).parameters) == ["self", "args", "grid", "warmup", "kwargs"]
+    assert "device_caches" in inspect.getsource(jit.JITFunction.__init__)
+
+
 def test_torch_functions() -> None:
     assert callable(torch._scaled_mm), "kernels/packed_linear/triton.py: products of FP8 weights"
     if torch.cuda.is_available():
