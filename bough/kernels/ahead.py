@@ -142,9 +142,9 @@ class Compilers:
             self._end(int(number), failed=bool(error))
         with self._lock:
             self._is_finished = True
-        for number, ended in enumerate(self._ended):
+        for left, ended in enumerate(self._ended):
             if not ended.is_set():
-                self._end(number, failed=True)
+                self._end(left, failed=True)
         self._process.wait()
         if self._then is not None and not self.failed:
             self._then()
@@ -303,11 +303,11 @@ class Rehearsal:
             return run(function, *args, grid=grid, warmup=True, **kwargs)
 
         def give_back() -> None:
-            JITFunction.run = run  # type: ignore[method-assign]
+            JITFunction.run = run
 
         self._stack.callback(give_back)
-        JITFunction.run = only_bind  # type: ignore[method-assign, assignment]
-        self._stack.enter_context(Zeroed())
+        JITFunction.run = only_bind
+        self._stack.enter_context(Zeroed())  # type: ignore[no-untyped-call]
         _rehearsal = self
         return self
 
@@ -343,7 +343,7 @@ def _install() -> None:
     from triton.runtime.jit import JITFunction
 
     _original_compile = JITFunction._do_compile
-    JITFunction._do_compile = _compile  # type: ignore[method-assign]
+    JITFunction._do_compile = _compile
 
 
 def _compile(

@@ -17,7 +17,7 @@ _EMPTY = {
 }
 
 
-class Zeroed(TorchDispatchMode):
+class Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, new tensors are zero."""
 
     def __torch_dispatch__(
