@@ -12,6 +12,8 @@ from bough.multimodal.processor import Prepared
 
 _MOST_HELD = 768
 """Media at most: each is a descriptor of this process."""
+_MOST_NAMES = 4096
+"""Names of media at most, 64 bytes and an entry of a table each. Several may name one medium."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,7 @@ class FeatureCache:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
+        self._names: OrderedDict[bytes, bytes] = OrderedDict()
         self.num_bytes = 0
         self.hits = 0
         self.misses = 0
@@ -44,6 +47,21 @@ class FeatureCache:
         held.users += 1
         self._held.move_to_end(digest)
         return held.prepared
+
+    def name(self, name: bytes, digest: bytes) -> None:
+        """From now on `use_named` finds a medium by this name, as long as it is there."""
+        self._names[name] = digest
+        self._names.move_to_end(name)
+        if len(self._names) > _MOST_NAMES:
+            self._names.popitem(last=False)
+
+    def use_named(self, name: bytes) -> Prepared | None:
+        """A medium that is there and has this name, for one more user. That there is none is no miss yet."""
+        digest = self._names.get(name)
+        if digest is None or digest not in self._held:
+            return None
+        self._names.move_to_end(name)
+        return self.use(digest)
 
     def add(self, prepared: Prepared, descriptor: int) -> None:
         """Takes over a medium and its descriptor. Raises `MediaTooLarge` or `Overloaded` if there is no room for it; the
@@ -78,6 +96,7 @@ class FeatureCache:
             held.users -= 1
 
     def close(self) -> None:
+        self._names.clear()
         for digest in list(self._held):
             self._drop(digest)
 

@@ -26,6 +26,7 @@ from bough.multimodal import Door, MediaError, MediaTooLarge, MediaUnsupported
 from bough.multimodal.desk import Desk, Embeddings, Frames, MediaInput, RawPixels
 from bough.multimodal.embeds import read_embeddings
 from bough.multimodal.families import processor_of
+from bough.multimodal.feature_cache import FeatureCache
 from bough.multimodal.own import own_media
 from bough.multimodal.sound import wav_bytes
 from bough.multimodal.work import UnencodedPixels
@@ -86,6 +87,41 @@ async def test_equal_media_are_prepared_once_and_found_again(desk: Desk) -> None
     by_option = await desk.prepare([named(one, max_pixels=640)], tenant="")
     by_tenant = await desk.prepare([named(one)], tenant="someone")
     assert len({again.digest, by_option[0].digest, by_tenant[0].digest}) == 3
+
+
+async def test_a_known_data_url_is_not_decoded_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png(30, 50)).decode()
+    (first,) = await desk.prepare([named(url)])
+    other = await desk.prepare([named("data:image/x;base64," + url.partition(",")[2]), named(png(30, 50))])
+    assert other == [first, first], "what counts is the bytes, however they are sent"
+    reads: list[str] = []
+
+    async def read(asked: str) -> bytes:
+        reads.append(asked)
+        return png(30, 50, seed=3)
+
+    monkeypatch.setattr(desk._door, "read", read)
+    assert (await desk.prepare([named(url)])) == [first]
+    assert reads == []
+    for different in (named(url, max_pixels=640), named(url[:-8] + "AAAAAAAA"), named("http://one.example/picture")):
+        (found,) = await desk.prepare([different])
+        assert found.digest != first.digest
+    await desk.prepare([named("http://one.example/picture")])
+    assert len(reads) == 4, "options and other bytes have their own names; what a server sends may change"
+    await desk.prepare([named(url)], tenant="someone")
+    assert len(reads) == 5, "tenants share nothing"
+    desk.cache._drop(first.digest)
+    await desk.prepare([named(url)])
+    assert len(reads) == 6
+
+
+def test_names_are_bounded() -> None:
+    cache = FeatureCache(1 << 20)
+    for number in range(5000):
+        cache.name(number.to_bytes(4, "little"), b"")
+    assert len(cache._names) == 4096
+    assert cache.use_named((4999).to_bytes(4, "little")) is None, "what it names is not there"
+    assert (cache.hits, cache.misses) == (0, 0)
 
 
 async def test_media_at_the_same_time_are_computed_once(desk: Desk) -> None:
