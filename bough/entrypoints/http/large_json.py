@@ -162,10 +162,23 @@ class _Scan:
         return Survey(self.commas, self.quotes // 2, self.containers, self.deepest, self.cuts)
 
     def add(self, raw: bytes, begin: int, end: int) -> None:
-        """The next block."""
-        if self._inside and raw.find(b'"', begin, end) < 0:  # within a long text, as most of a large body is
+        """The next block. Most of a large body is within long texts: of these only their ends are looked at."""
+        if self._inside:
+            first = raw.find(b'"', begin, end)
+            first = end if first < 0 else first
+            self._note_backslashes(raw, begin, first)
+            begin = first
+        last = raw.rfind(b'"', begin, end) + 1
+        if last > begin:
+            self._scan(raw, begin, last)
+            begin = last
+        if self._inside:
             self._note_backslashes(raw, begin, end)
-            return
+        elif begin < end:
+            self._scan(raw, begin, end)
+
+    def _scan(self, raw: bytes, begin: int, end: int) -> None:
+        """Part of a block, at least a character."""
         block = np.frombuffer(raw, np.uint8, end - begin, begin)
         quotes = self._quotes(block)
         toggles = np.zeros(len(block), np.bool_)
@@ -200,6 +213,8 @@ class _Scan:
         return real
 
     def _note_backslashes(self, raw: bytes, begin: int, end: int) -> None:
+        if begin == end:
+            return
         if raw[end - 1] != _BACKSLASH:
             self._backslashes = 0
             return
@@ -243,7 +258,7 @@ def _text(raw: bytes, begin: int, end: int) -> Generator[None, None, str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         for at in range(begin, end, _PLAIN_PIECE):
             until = min(end, at + _PLAIN_PIECE)
-            if (np.frombuffer(raw, np.uint8, until - at, at) < 32).any():
+            if np.frombuffer(raw, np.uint8, until - at, at).min() < 32:
                 raise _no_json("a text has control characters")
             try:
                 pieces.append(decoder.decode(raw[at:until], until == end))
