@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bough.bench import images
+from bough.bench import image_question, images
 from bough.core.media import Features, MediaItem
 
 
@@ -64,3 +64,50 @@ def test_the_full_shape_takes_the_flops_of_its_goal() -> None:
         key=b"", kind="image", start=0, length=1564, token=0, count=1564, cost=6256, grid=(), features=features
     )
     assert images.FULL.flops([item], [1564 + 64]) == pytest.approx(30.7e12, rel=0.01)
+
+
+@pytest.mark.parametrize(("edge", "tiles"), [(512, 1), (1024, 5), (2048, 13)])
+def test_tiles_of_the_small_shape(tmp_path: Path, edge: int, tiles: int) -> None:
+    from PIL import Image
+
+    from bough.config.hf import open_checkpoint
+    from bough.multimodal.families import processor_of
+    from bough.multimodal.processor import Processed
+    from bough.tokenizer.load import load_tokenizer
+
+    image_question.write_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path), load_format="dummy")
+    processor = processor_of(checkpoint.config)
+    assert processor is not None
+    array, items = processor.image(Image.new("RGB", image_question.SIZE), {"longest_edge": edge})
+    assert array.shape == (tiles, 512, 512, 3)
+    pieces = processor.pieces("image", Processed(dtype="uint8", shape=array.shape, items=items))
+    tokenizer = load_tokenizer(checkpoint)
+    assert all(len(tokenizer.encode(each, False)) <= 2 for each in pieces if isinstance(each, str)), "marks are tokens"
+    assert items[0].count == 64 * tiles
+
+
+def test_flops_of_the_small_shape() -> None:
+    """A tile: 12 blocks of 7.1 M weights over 1,024 patches, their attention, and the projection of 64 positions."""
+    tile = 12 * (2 * 1024 * 7_077_888 + 4 * 768 * 1024**2) + 2 * 64 * 12_288 * 576
+    assert image_question.flops(13, 0) == 13 * tile
+    assert image_question.flops(0, 1) == pytest.approx(2 * 106.2e6, rel=0.01)
+
+
+@pytest.mark.e2e
+def test_a_question_to_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes are cut down; the way is the same."""
+    for config, name, value in (
+        (image_question.TEXT, "num_hidden_layers", 1),
+        (image_question.VISION, "num_hidden_layers", 1),
+        (image_question.VISION, "intermediate_size", 64),
+    ):
+        monkeypatch.setitem(config, name, value)
+    rows: list[dict[str, Any]] = []
+    image_question.measure(1, 0, rows.append, threads=1, edges=(512,))
+    new, same = rows
+    assert (new["image_tokens"], new["tokens"]) == (same["image_tokens"], same["tokens"])
+    assert new["image_tokens"] == 64
+    assert 0 < new["first_token_s"] <= new["s"]
+    assert same["workload"] == "the same image in 1 tile"
+    assert same["first_token_s"] < new["first_token_s"], "it is neither encoded nor prefilled"
