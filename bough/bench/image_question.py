@@ -185,7 +185,8 @@ def _ask(client: Any, url: str, edge: int) -> tuple[float, dict[str, Any]]:
             {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in this picture?"},
         ]}],
     }  # fmt: skip
-    first, usage = 0.0, {}
+    first = 0.0
+    usage: dict[str, Any] = {}
     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             answer.read()
