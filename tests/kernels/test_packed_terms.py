@@ -57,7 +57,7 @@ def tokens_of(count: int, depth: int = 2048, dtype: torch.dtype = torch.bfloat16
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("int4", 4), ("int4", 24),
+    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("float8 in blocks", 64), ("int4", 4), ("int4", 24),
      ("int4 with zeros", 9)],
 )  # fmt: skip
 def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
@@ -82,7 +82,7 @@ def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[st
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("float8", 33), ("float8 in blocks", 9), ("int4", 33), ("int4 with zeros", 17)],
+    [("float8", 33), ("float8 in blocks", 65), ("int4", 33), ("int4 with zeros", 17)],
 )
 def test_more_tokens_than_are_split_in_time(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
     out = torch.empty(count, 512, dtype=torch.bfloat16)
@@ -155,6 +155,8 @@ def test_every_rule_can_be_reached(launched: list[dict[str, Any]]) -> None:
         (1152, 768),
         (6144, 1024),
         (3072, 2048),
+        (1152, 2048),
+        (5120, 1024),
         (704, 768),
         (704, 512),
     ]
@@ -164,7 +166,7 @@ def test_every_rule_can_be_reached(launched: list[dict[str, Any]]) -> None:
             weight = weight_of(kind, rows, depth).handle
             form = form_of(weight)
             assert form is not None
-            found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 33)}
+            found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 65)}
         if kind.startswith("int4"):
             for rows, depth in ((512, 512), (512, 768), (704, 512), (704, 768)):
                 values, zeros = (torch.zeros(rows, width, dtype=torch.uint8) for width in (depth, 1))
