@@ -16,6 +16,8 @@ from bough.kernels.packed_linear.decode import DeviceCodes, lay_out
 from bough.kernels.packed_moe import hopper
 
 EXPERTS, WIDTH, INNER = 8, 512, 256
+FULL = hopper.Spread(8 * 132, 132)
+"""A launch whose blocks have many items."""
 
 
 def stacked(kind: str, rows: int, cols: int) -> DeviceCodes:
@@ -81,7 +83,8 @@ def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None
         x, weight, out, order, block_t=8, per_token=3, halves=2, bias=bias, clamp=ClampedGate(alpha=1.5, limit=7.0)
     )
     ((blocks, (codes, scales, coded, work)),) = kernel.launches
-    cut = hopper.cuts_of(weight, 576, 2, 8, INNER)[0]
+    spread = hopper.spread_of(6, EXPERTS, 8, 132, lone=False)
+    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, spread)[0]
     assert blocks == min(132, 6 * INNER // cut.item_rows)
     assert (codes[0] is weight.codes, codes[1:]) == (True, (cut.item_rows, 64))
     assert (scales[0] is weight.scales, scales[1:]) == (True, (4 * cut.shape.slices, cut.item_rows))
@@ -91,12 +94,12 @@ def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None
     assert (work.alpha, work.limit) == (1.5, 7.0)
 
 
-@pytest.mark.parametrize("lone", [None, hopper.LoneToken(4, 132)])
-def test_every_cut_fits_a_multiprocessor(lone: hopper.LoneToken | None) -> None:
+@pytest.mark.parametrize("spread", [FULL, hopper.Spread(4, 132, lone=True)])
+def test_every_cut_fits_a_multiprocessor(spread: hopper.Spread) -> None:
     for kind in ("float8", "float4"):
         for width in (512, 2048, 2880, 4096):
             for block_t, halves in ((8, 1), (8, 2), (16, 1), (16, 2)):
-                cuts = hopper.cuts_of(stacked(kind, 384, width), width, halves, block_t, 384 // halves, lone)
+                cuts = hopper.cuts_of(stacked(kind, 384, width), width, halves, block_t, 384 // halves, spread)
                 assert cuts or width * block_t > 2048 * 16
                 for cut in cuts:
                     assert cut.stages >= 3
@@ -106,8 +109,8 @@ def test_every_cut_fits_a_multiprocessor(lone: hopper.LoneToken | None) -> None:
 
 def test_steps_have_little_room_for_slices_that_are_not_there() -> None:
     """384 columns are three slices: a stage of two would leave a quarter of the warps idle."""
-    assert hopper.cuts_of(stacked("float8", 128, 384), 384, 1, 8, 128)[0].shape.slices == 3
-    assert hopper.cuts_of(stacked("float8", 128, 1024), 1024, 1, 8, 128)[0].shape.slices == 2
+    assert hopper.cuts_of(stacked("float8", 128, 384), 384, 1, 8, 128, FULL)[0].shape.slices == 3
+    assert hopper.cuts_of(stacked("float8", 128, 1024), 1024, 1, 8, 128, FULL)[0].shape.slices == 2
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,26 @@ def test_items_of_a_lone_token_are_spread_evenly(
     kind: str, rows: int, width: int, halves: int, pairs: int, row_tiles: int
 ) -> None:
     weight = stacked(kind, halves * rows, width)
-    cut = hopper.cuts_of(weight, width, halves, 8, rows, hopper.LoneToken(pairs, 132))[0]
+    cut = hopper.cuts_of(weight, width, halves, 8, rows, hopper.Spread(pairs, 132, lone=True))[0]
     assert (cut.shape.row_tiles, cut.lone) == (row_tiles, True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "width", "halves", "row_tiles"),
+    [
+        (64, 2048, 768, 1, 16),  # of some 127 batches: 7.7 items of 256 rows for each block
+        (3, 2048, 768, 1, 8),  # of 22 batches: two such items for some blocks, or three of 128 rows
+        (64, 768, 2048, 2, 3),
+    ],
+)
+def test_items_of_several_tokens_are_spread_evenly(
+    tokens: int, rows: int, width: int, halves: int, row_tiles: int
+) -> None:
+    """128 experts, of which a token chooses eight."""
+    weight = stacked("float8", halves * rows, width)
+    spread = hopper.spread_of(8 * tokens, 128, 8, 132, lone=False)
+    cut = hopper.cuts_of(weight, width, halves, 8, rows, spread)[0]
+    assert (cut.shape.row_tiles, cut.lone) == (row_tiles, False)
 
 
 def test_a_lone_token_has_an_item_for_each_pair(kernel: Kernel) -> None:
@@ -135,7 +156,7 @@ def test_a_lone_token_has_an_item_for_each_pair(kernel: Kernel) -> None:
     ids = torch.zeros(3, dtype=torch.int32)
     hopper.product(x, weight, out, Sorted(ids, ids, 3, EXPERTS, is_sorted=False), block_t=8, per_token=3, halves=2)
     ((blocks, (codes, _, _, work)),) = kernel.launches
-    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, hopper.LoneToken(3, 132))[0]
+    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, hopper.Spread(3, 132, lone=True))[0]
     assert blocks == 3 * INNER // cut.item_rows
     assert codes[1] == cut.item_rows
     assert (work.num_pairs, work.num_batches) == (3, 3)

@@ -80,7 +80,7 @@ tokens: 6 x 2 18.0 and 54.5, 6 x 4 18.2 and 56.7 (with two stages), 3 x 8 19.6 a
 2 x 8 12.2 and 33.4, 1 x 12 16.0 and 44.8. One product after the other takes the sum of both within 2 %."""
 SHAPES_8_BITS: Final = {
     2: (WarpShape(3, 4), WarpShape(2, 4), *_ANY_8_BITS),
-    1: (WarpShape(8, 2), WarpShape(4, 3), *_ANY_8_BITS),
+    1: (WarpShape(16, 1), WarpShape(8, 2), WarpShape(4, 3), *_ANY_8_BITS),
 }
 """Of 8 bits. Blocks of FP8, 128 experts of 2048 x 768, 8 a token. Two halves, 1 and 64 tokens: 3 x 4 11.1 and 103.2, 2 x 4
 12.0 and 107.8, 2 x 6 12.0 and 109.6, 1 x 8 11.8 and 136. One half: 8 x 2 7.0 and 57.7, 4 x 3 7.4 and 65.7, 2 x 6 7.7 and
@@ -91,16 +91,27 @@ _MOST_WASTE: Final = 1.13
 """Slices that steps have room for, to those that there are, where another shape has less."""
 
 
-class LoneToken(NamedTuple):
-    """The only one of a launch, whose pairs are batches of their own."""
+class Spread(NamedTuple):
+    """What a launch spreads over its blocks."""
 
-    pairs: int
+    batches: int
+    """Of pairs of one expert: those of a lone token, or as many as are expected."""
     blocks: int
     """Of the launch, at most."""
+    lone: bool = False
+    """Whether there is one token, whose pairs are batches of their own."""
 
     def busiest(self, rows: int, item_rows: int) -> int:
         """Weight rows that take as long as the block with the most items."""
-        return cdiv(self.pairs * (rows // item_rows), self.blocks) * (item_rows + _ITEM_START_ROWS)
+        return cdiv(self.batches * (rows // item_rows), self.blocks) * (item_rows + _ITEM_START_ROWS)
+
+
+def spread_of(num_pairs: int, num_experts: int, block_t: int, blocks: int, *, lone: bool) -> Spread:
+    """`num_pairs` pairs over `blocks` blocks. Experts of several tokens are expected to be drawn evenly."""
+    if lone:
+        return Spread(num_pairs, blocks, lone=True)
+    drawn = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_pairs)
+    return Spread(max(1, round(drawn), cdiv(num_pairs, block_t)), blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +176,24 @@ class ExpertsCut:
         return cdiv(self.boxes, self.shape.slices) * self.shape.slices / self.boxes
 
 
-def cuts_of(
-    weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, lone: LoneToken | None = None
-) -> list[ExpertsCut]:
-    """All that there are of a product, the best first: steps must not be wasted, and a lone token's items must be spread
-    evenly. `rows`: of a half."""
+def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: Spread) -> list[ExpertsCut]:
+    """All that there are of a product, the best first: steps must not be wasted, and items must be spread evenly. `rows`: of
+    a half."""
     form = form_of(weight)
     if form is None or depth % 8 or not depth <= weight.cols:
         return []
     shapes = (SHAPES_8_BITS if form.box_bytes == SWIZZLED_BYTES else SHAPES)[halves]
     boxes = cdiv(weight.cols, BOX_COLUMNS)
-    cuts = [ExpertsCut(block_t, halves, boxes, form, shape, lone is not None) for shape in shapes]
+    cuts = [ExpertsCut(block_t, halves, boxes, form, shape, spread.lone) for shape in shapes]
     cuts = [cut for cut in cuts if rows % cut.item_rows == 0 and cut.stages >= _LEAST_STAGES]
     return sorted(
         cuts,
-        key=lambda cut: (
-            0 if cut.waste <= _MOST_WASTE else cut.waste,
-            0 if lone is None else lone.busiest(rows, cut.item_rows),
-        ),
+        key=lambda cut: (0 if cut.waste <= _MOST_WASTE else cut.waste, spread.busiest(rows, cut.item_rows)),
     )
 
 
-def _cut_of(
-    weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, lone: LoneToken | None
-) -> ExpertsCut | None:
-    return next(iter(cuts_of(weight, depth, halves, block_t, rows, lone)), None)
+def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: Spread) -> ExpertsCut | None:
+    return next(iter(cuts_of(weight, depth, halves, block_t, rows, spread)), None)
 
 
 @rehearsed
@@ -238,8 +242,8 @@ def suits(x_TD: Tensor, gate_up: object, down: object, num_experts: int, num_pai
     if not (can_map(gate_up.codes) and can_map(down.codes)):
         return False
     block_t = block_tokens(gate_up.kind, num_pairs, num_experts)
-    lone = LoneToken(num_pairs, num_sms(x_TD.device)) if len(x_TD) == 1 else None
-    cuts = [_cut_of(gate_up, width, 2, block_t, inner, lone), _cut_of(down, inner, 1, block_t, width, lone)]
+    spread = spread_of(num_pairs, num_experts, block_t, num_sms(x_TD.device), lone=len(x_TD) == 1)
+    cuts = [_cut_of(gate_up, width, 2, block_t, inner, spread), _cut_of(down, inner, 1, block_t, width, spread)]
     if any(
         cut is None or (cut.has_staged_scales and not can_map(weight.scales))
         for cut, weight in zip(cuts, (gate_up, down), strict=True)
@@ -280,8 +284,8 @@ def product(
     """
     rows, device = out.shape[1], x.device
     if cut is None:
-        lone = None if order.is_sorted else LoneToken(order.num_blocks, num_sms(device))
-        cut = _cut_of(weight, x.shape[1], halves, block_t, rows, lone)
+        spread = spread_of(out.shape[0], order.num_experts, block_t, num_sms(device), lone=not order.is_sorted)
+        cut = _cut_of(weight, x.shape[1], halves, block_t, rows, spread)
     assert cut is not None
     assert cut.lone != order.is_sorted
     gate = 0 if halves == 1 else GATES["silu" if clamp is None else "clamped"]
