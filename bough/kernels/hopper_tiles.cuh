@@ -1,7 +1,7 @@
 // What products in large tiles have in common on Hopper: pairs of blocks, fetches for both, products of 64 tokens with
 // 2 * FEATURES weight rows, and the way of their results to memory.
 //
-// Set by the door: FEATURES (80, 88, 96, 104, 112 or 128), STAGES, PARTS, TURNS, STREAMED; FP8 where operands are e4m3.
+// Set by the door: FEATURES (64, 80, 88, 96, 104, 112 or 128), STAGES, PARTS, TURNS, STREAMED; FP8 where operands are e4m3.
 
 #ifndef FP8
 #define FP8 0
@@ -86,18 +86,22 @@ INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
 #define EIGHT(i) FOUR(i), FOUR(i + 4)
 #define SIXTEEN(i) EIGHT(i), EIGHT(i + 8)
 #define ACCUMULATORS_80 SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64)
-#define NAMES_80                                                                                                      \
+#define NAMES_64                                                                                                      \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"    \
     ", %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45"  \
-    ", %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67"  \
-    ", %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+    ", %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_80 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NAMES_88 NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define NAMES_96 NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_104 NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_128 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#if FEATURES == 80
+#if FEATURES == 64
+#define ACCUMULATORS SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48)
+#define PRODUCT "m64n128" KIND " {" NAMES_64 "}, %64, %65, add"
+#define ADD "%66"
+#elif FEATURES == 80
 #define ACCUMULATORS ACCUMULATORS_80
 #define PRODUCT "m64n160" KIND " {" NAMES_80 "}, %80, %81, add"
 #define ADD "%82"
@@ -122,7 +126,7 @@ INLINE void store_tile(const TensorMap& map, u32 from, int column, int row) {
 #define PRODUCT "m64n256" KIND " {" NAMES_128 "}, %128, %129, add"
 #define ADD "%130"
 #else
-#error "FEATURES must be 80, 88, 96, 104, 112 or 128"
+#error "FEATURES must be 64, 80, 88, 96, 104, 112 or 128"
 #endif
 
 // d = (add ? d : 0) + 64 tokens x 2 * FEATURES weight rows over 32 bytes of D.
@@ -199,14 +203,14 @@ template <typename PairAt> INLINE void lay_out(PairAt pair_at, u32 to, u32 warp,
         } else {
             const u32 row = to + token * ROW;
             if (j < 8) store_matrices(row + (((j + lane / 16) ^ (lane % 8)) << 4), four);
-            if (j >= LAST / 8) store_matrices(row + OUT_BYTES + (((j - LAST / 8 + lane / 16) ^ (lane % 8)) << 4), four);
+            if (LAST > 0 && j >= LAST / 8) store_matrices(row + OUT_BYTES + (((j - LAST / 8 + lane / 16) ^ (lane % 8)) << 4), four);
         }
     }
 }
 
 INLINE void store(const TensorMap& map, u32 from, int column, int row) {
     store_tile(map, from, column, row);
-    if (!PLAIN_ROWS) store_tile(map, from + OUT_BYTES, column + LAST, row);
+    if (!PLAIN_ROWS && LAST > 0) store_tile(map, from + OUT_BYTES, column + LAST, row);
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 

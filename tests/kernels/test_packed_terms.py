@@ -57,8 +57,8 @@ def tokens_of(count: int, depth: int = 2048, dtype: torch.dtype = torch.bfloat16
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("float8 in blocks", 64), ("int4", 4), ("int4", 24),
-     ("int4 with zeros", 9)],
+    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("float8 in blocks", 64),
+     ("int4", 4), ("int4", 24), ("int4 with zeros", 9)],
 )  # fmt: skip
 def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
     weight = weight_of(kind)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """Packed experts on a GPU: tokens are sorted by expert as in `moe.triton`, then two grouped products decode weights as
 they stream. On Hopper, few tokens go through `hopper`, more through `tiles_hopper`, many of e4m3 with a scale per row
-through `moe.grouped_hopper`, and many of other codes through `unpacked`.
+through `moe.grouped_hopper`, many of e4m3 in blocks through `blocks_hopper`, and many of other codes through `unpacked`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bough.kernels.launching import cdiv, pdl_options, power_of_two, trigger, wa
 from bough.kernels.moe import Biases, clamped_gate, grouped_hopper
 from bough.kernels.moe.triton import Sorted, combine_kernel, sort_pairs
 from bough.kernels.packed_linear import Codes, PackedWeight
-from bough.kernels.packed_linear.codes import activation_order, can_stack, stack
+from bough.kernels.packed_linear.codes import Inputs, activation_order, can_stack, stack
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, last_scale, lay_out, stack_laid_out
 from bough.kernels.packed_linear.gguf_triton import DeviceBlocks, add_blocks, stack_blocks
-from bough.kernels.packed_moe import PackedExperts, hopper, tiles_hopper, unpacked
+from bough.kernels.packed_moe import PackedExperts, blocks_hopper, hopper, tiles_hopper, unpacked
 from bough.kernels.packed_moe.reference import with_biases
 
 _GATES = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
@@ -44,6 +44,8 @@ class _Stacks:
     biases: Biases | None = None
     orders: tuple[Tensor | None, Tensor | None] = (None, None)
     """int64 [E, columns] of each: the activation that a column of an expert multiplies, or the width: none."""
+    inputs: Inputs | None = None
+    """How activations may be rounded; None: not at all."""
 
 
 @triton.jit
@@ -174,7 +176,9 @@ def pack_experts(gate_up: Sequence[Codes], down: Sequence[Codes], biases: Biases
     orders = _orders(gate_up), _orders(down)
     plain = biases is None and orders == (None, None)
     hopper = _for_hopper(first, second, gate_up, len(gate_up)) if plain else None
-    held = _Stacks(first, second, len(gate_up), hopper, biases, orders)
+    asked = {codes.inputs for codes in (*gate_up, *down)}
+    inputs = asked.pop() if plain and len(asked) == 1 else None
+    held = _Stacks(first, second, len(gate_up), hopper, biases, orders, inputs)
     more = (
         *(each for each in orders if each is not None),
         *(() if biases is None else (biases.gate_up_E2F, biases.down_ED)),
@@ -295,6 +299,13 @@ def packed_experts(
         grouped_hopper.experts(x, held.hopper, weights, ids, out)
         return out
     width, pairs = x.shape[1], tokens * per_token
+    if clamp is None and blocks_hopper.suits(
+        x, held.gate_up, held.down, held.num_experts, pairs, activation, held.inputs
+    ):
+        assert held.inputs is not None
+        stacks = cast(DeviceCodes, held.gate_up), cast(DeviceCodes, held.down)
+        blocks_hopper.experts(x, *stacks, held.num_experts, held.inputs, weights, ids, out)
+        return out
     if _takes_tiles(x, held, pairs, activation, clamp):
         parts = _by_tiles(x, held, ids, clamp)
         _combine(parts, weights, ids, out, held.num_experts)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from bough.config.model_facts import ClampedGate
 from bough.kernels.moe import Biases, reference as moe_reference
+from bough.kernels.moe.grouping import group_tokens
 from bough.kernels.packed_linear import reference as packed_reference, triton as packed
 from bough.kernels.packed_linear.codes import Codes
 from bough.kernels.packed_linear.weight import FORMATS
 from bough.kernels.packed_moe import reference as packed_moe_reference, triton as packed_moe
-from triton_cases.bed import Bed, Cases, close, each_member, same_twice
+from bough.kernels.packed_moe.blocks_hopper import HEIGHT, RoundedRows, round_groups
+from triton_cases.bed import FLOAT8, Bed, Cases, close, each_member, same_twice
 
 A = TypeVar("A")
 CODES: dict[str, dict[str, Any]] = {
@@ -151,10 +153,30 @@ def packed_moe_cases(bed: Bed) -> Cases:
     clamped = [(40, 16, 4, 512, 352), (1400, 8, 2, 512, 352)] if bed.large else [(3, 3, 2, 64, 32)]
     for shape, name in product(clamped, ("float4", "int4 ordered")):
         yield f"packed experts {shape} {name} clamped", partial(_clamped_experts, bed, shape, name, bed.dtypes[0])
+    for rows, width, powers in ((7, 384, False), (150, 128, True)):
+        yield f"rows rounded in groups {rows} x {width}", partial(_rounded_groups, bed, rows, width, powers)
     if bed.large:
         for name in ("float8 blocks", "int4 zeros", "float4"):
             shape = (1400, 8, 2, 512, 384)
             yield f"packed experts {shape} {name}", partial(_packed_moe, bed, shape, name, bed.dtypes[0])
+
+
+def _rounded_groups(bed: Bed, rows: int, width: int, powers: bool) -> None:
+    """Codes and scales are those of each 128 columns, and go with their rows where these are laid out by expert."""
+    exact = bed.normal(rows, width // 128, 128).to(FLOAT8).float()  # in e4m3, whose largest value is in every group
+    exact[..., 5] = -448
+    scales = torch.exp2(torch.randint(-6, 6, (rows, width // 128), device=bed.device).float())
+    x = bed.normal(rows, width + 8, dtype=torch.bfloat16)[:, :width]
+    x.copy_((exact * scales[..., None]).view(rows, width))
+    made = round_groups(x, power_of_two_scales=powers)
+    assert torch.equal(made.scales, scales)
+    assert torch.equal(made.codes.float().view_as(exact), exact)
+    ids = torch.randint(0, 3, (rows, 1), dtype=torch.int32, device=bed.device)
+    grouping, copied, _ = group_tokens(made.memory.view(torch.bfloat16), ids, 3, HEIGHT)
+    laid_out = RoundedRows(copied.view(torch.uint8), width)
+    places = grouping.places_Tk[:, 0].long()
+    assert torch.equal(laid_out.codes.view(torch.uint8)[places], made.codes.view(torch.uint8))
+    assert torch.equal(laid_out.scales[places], made.scales)
 
 
 def _clamped_experts(bed: Bed, shape: tuple[int, int, int, int, int], name: str, dtype: torch.dtype) -> None:
