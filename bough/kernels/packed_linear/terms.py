@@ -146,7 +146,7 @@ RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
 """By form, the first rule that a product is within and whose cut takes the weight; without one, the ring of `hopper` is
 faster. Clusters are for weights of few rows, whose tiles are too few for all multiprocessors; all of them run at once. Zero
 points with scales in float32, which can't be fetched, were measured earlier, splitting a token at a time. e4m3 in blocks has
-the cuts of e4m3 with scales of rows up to 32 tokens, and clusters of 128 rows beyond: two e4m3 terms of 64 tokens make up the
+the cuts of e4m3 with scales of rows up to 32 tokens, and clusters of 128 rows beyond: two terms of 64 tokens make up the
 tensor cores' 128 columns. us on an H200 with the norm or activation before the product,
 of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and of what served them before:
 
