@@ -10,9 +10,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from bough.config.model_facts import Gqa, OutputGate, Temperature
+from bough.kernels.rows import take_rows
 from bough.layers.batch import AttentionSpec, Batch, rotates
 from bough.layers.build import Build
 from bough.layers.head_norm import HeadNorm, HeadRows, PlainHeadNorm, make_head_norm
@@ -177,7 +177,8 @@ class Attention(nn.Module):
         table_VO = self.by_token_VO
         plain = batch.media is None and batch.adapters is None
         if table_VO is not None and plain and isinstance(x, Normed) and x.stream.fuses:
-            return self.qkv.heads(embedding(batch.ids_T, table_VO))
+            known_TO, batch.first_TO = batch.first_TO, None
+            return self.qkv.heads(take_rows(batch.ids_T, table_VO)[0] if known_TO is None else known_TO)
         heads: Heads = self.qkv(x, queries_at_L)
         return heads
 

@@ -233,6 +233,8 @@ class Batch:
     """None: layers that keep states take all tokens for one row from its beginning, and keep nothing."""
     adapters: PassAdapters | None = None
     """None: no token has an adapter."""
+    first_TO: Tensor | None = None
+    """What the first layer projects of each token, where it was looked up with the embeddings and isn't used yet."""
     segments_T: Tensor | None = None
     """int64 segment of each token (0: a pair's first text, 1: its second), for encoders; None: all 0."""
 

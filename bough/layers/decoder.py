@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bough.config.model_facts import ModelFacts
+from bough.kernels.rows import take_rows
 from bough.layers.altup import AltUpStream, StreamEnds
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch, Taps
@@ -104,6 +105,8 @@ class Decoder(nn.Module):
         """What makes several streams, and one of them again."""
         if facts.altup is not None:
             self.streams = StreamEnds(facts, facts.altup, build)
+        self._first_VO: Tensor | None = None
+        """As the first layer's `Attention.by_token_VO`."""
         self.adapters = build.adapters
         self.run_blocks: RunBlocks = one_by_one
         """A device may have a quicker way (`layers/cpu_stack.py`)."""
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
 
     def _through(self, batch: Batch) -> Tensor:
         if self.pp.rank == 0:
-            x_TD = self.embed(batch)
+            x_TD = self._embedded(batch)
         else:
             x_TD = self.pp.talk.receive(self.like.new_empty(batch.num_tokens, self.like.shape[1]), self.pp.rank - 1)
         stream = self.begin(x_TD, batch)
@@ -134,6 +137,17 @@ class Decoder(nn.Module):
             return self.end(stream)
         self.pp.talk.send(stream.read(None), self.pp.rank + 1)
         return self.like
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        """[T, D]: the stream's beginning. What the first layer looks up is looked up with it, where that is possible."""
+        table_VO = self._first_VO
+        if table_VO is not None and batch.media is None and batch.adapters is None:
+            x_TD, at_T = self.embed.tokens.vectors(batch.ids_T)
+            if at_T is not None:
+                x_TD, batch.first_TO = take_rows(at_T, x_TD, table_VO)
+            return x_TD
+        out: Tensor = self.embed(batch)
+        return out
 
     def begin(self, x_TD: Tensor, batch: Batch) -> Stream:
         """The stream of a pass. `x_TD`: the embeddings, or what the stage before has sent."""
@@ -177,7 +191,7 @@ class Decoder(nn.Module):
             end = min(begin + _TOKENS_AT_ONCE, vocab)
             x_TD = embed.of(torch.arange(begin, end, device=weight.device))
             table_VO[begin:end] = block.attn.qkv.product(block.attn_norm(x_TD))
-        block.attn.by_token_VO = table_VO
+        block.attn.by_token_VO = self._first_VO = table_VO
         return True
 
 

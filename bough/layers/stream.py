@@ -14,6 +14,7 @@ from weakref import ref
 from torch import Tensor
 
 from bough.distributed.peers import SumsWithNorm
+from bough.kernels.rows import take_rows
 from bough.layers.batch import Batch
 
 R = TypeVar("R")
@@ -221,9 +222,12 @@ class Stream:
         at_L = self._batch.logits_at
         if at_L is not None and self._at_L is None:
             self._sum()
-            self.x_TD = self.x_TD.index_select(-2, at_L)
-            if self.residual_TD is not None:
-                self.residual_TD = self.residual_TD.index_select(0, at_L)
+            if self.residual_TD is None or self.x_TD.dim() > 2:
+                self.x_TD = self.x_TD.index_select(-2, at_L)
+                if self.residual_TD is not None:
+                    self.residual_TD = self.residual_TD.index_select(0, at_L)
+            else:
+                self.x_TD, self.residual_TD = take_rows(at_L, self.x_TD, self.residual_TD)
         return self.read(norm)
 
     def read(self, norm: Norm | None) -> Tensor:

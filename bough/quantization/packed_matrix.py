@@ -10,6 +10,7 @@ from torch import Tensor
 from bough.config.model_facts import Activation
 from bough.kernels.linear import linear
 from bough.kernels.packed_linear import PackedWeight, packed_linear, packed_rows
+from bough.kernels.rows import take_rows
 from bough.quantization.scheme import Matrix, Part
 from bough.quantization.unquantized import GATES
 
@@ -52,4 +53,4 @@ class PackedMatrix(Matrix):
         (piece,) = self.pieces
         if isinstance(piece, PackedWeight):
             return packed_rows(ids_T, piece, self.dtype)
-        return torch.nn.functional.embedding(ids_T, piece)
+        return take_rows(ids_T, piece)[0]

@@ -17,6 +17,7 @@ from bough.kernels.activation import gelu_mul, gelu_tanh_mul, relu2_mul, relu_mu
 from bough.kernels.linear import linear, linear_after_norm, linear_onto, linear_silu_mul
 from bough.kernels.moe import Biases, Routing, biased_experts, fused_experts, plain_experts, routed_experts
 from bough.kernels.pitch import empty_rows
+from bough.kernels.rows import take_rows
 from bough.quantization.read.rules import LayerKind
 from bough.quantization.scheme import ExpertShape, ExpertWeights, Matrix, Part
 from bough.weights.slots import Slot
@@ -96,7 +97,7 @@ class DenseMatrix(Matrix):
         return GATES[activation](linear(x_TD, self.weight, bias_O))
 
     def lookup(self, ids_T: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids_T, self.weight)
+        return take_rows(ids_T, self.weight)[0]
 
     def table(self) -> Tensor | None:
         return self.weight

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 GROUPS = [
-    "norm,activation,rotary",
+    "norm,rows,activation,rotary",
     "linear,lora,moe,grouping",
     "packed,packed_moe,gguf",
     "attention,shared,tail,latent,sparse,rope,segments",

@@ -13,6 +13,7 @@ from tiny import CASES, make_tiny
 from torch import Tensor
 
 from bough.config.hf import open_checkpoint
+from bough.kernels.rows import take_rows
 from bough.layers.batch import BatchMedia, Model
 from bough.layers.decoder import Decoder, one_by_one
 from bough.layers.stream import Stream
@@ -83,6 +84,25 @@ def test_given_embeddings_are_not_looked_up(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = plain.forward(replace(batch, attention=DenseAttention(1).step([(0, [5, 17, 99])]).attention))
         torch.testing.assert_close(model.forward(batch), expected)
+
+
+def test_embeddings_and_the_first_projection_are_looked_up_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny("llama", tmp_path)
+    model = load(tmp_path, first_layer_table=True)
+    widths: list[list[int]] = []
+
+    def taken(at_T: torch.Tensor, *tables: torch.Tensor) -> list[torch.Tensor]:
+        widths.append([table.shape[1] for table in tables])
+        return take_rows(at_T, *tables)
+
+    for module in ("decoder", "attention"):
+        monkeypatch.setattr(f"bough.layers.{module}.take_rows", taken)
+    logits_of(model, DenseAttention(2))
+    assert isinstance(model, Decoder)
+    table_VO = model.layers[0].attn.by_token_VO  # type: ignore[union-attr]
+    assert widths == [[model.like.shape[1], table_VO.shape[1]]] * len(STEPS)  # type: ignore[union-attr, operator]
 
 
 def test_a_stream_that_joins_nothing_computes_the_first_projection(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from bough.kernels.activation import reference as activation_reference, triton a
 from bough.kernels.kv_codes import Ranges
 from bough.kernels.norm import reference as norm_reference, triton as norm
 from bough.kernels.rotary import reference as rotary_reference, triton as rotary
+from bough.kernels.rows import triton as rows
 from triton_cases.bed import FLOAT8, Bed, Cases, close, poison, same_twice
 
 
@@ -33,6 +34,21 @@ def _norm(bed: Bed, tokens: int, width: int, dtype: torch.dtype) -> None:
             close(a, b, dtype)
     total = parts[0].double() + parts[1].double() + residual.double()
     close(sums[1], total.to(dtype), dtype)
+
+
+def row_cases(bed: Bed) -> Cases:
+    for count, widths in ((1, (2048, 40)), (16, (1500,)), (16, (24, 1024)), (300, (24, 40))):
+        for dtype in bed.dtypes:
+            yield f"{count} rows of {widths} {dtype}", partial(_rows, bed, count, widths, dtype)
+
+
+def _rows(bed: Bed, count: int, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    tables = [bed.normal(50, width + 8, dtype=dtype)[:, :width] for width in widths]
+    at = torch.randint(0, 50, (count,), device=bed.device)
+    with poison():
+        got = rows.take_rows(at, *tables)
+    for made, table in zip(got, tables, strict=True):
+        assert torch.equal(made, table[at])
 
 
 def activation_cases(bed: Bed) -> Cases:

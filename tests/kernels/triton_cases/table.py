@@ -28,6 +28,7 @@ from triton_cases.bed import Amount, Bed, Cases
 
 OPS: dict[str, Callable[[Bed], Cases]] = {
     "norm": small.norm_cases,
+    "rows": small.row_cases,
     "activation": small.activation_cases,
     "rotary": small.rotary_cases,
     "linear": linear.linear_cases,
