@@ -57,8 +57,8 @@ def tokens_of(count: int, depth: int = 2048, dtype: torch.dtype = torch.bfloat16
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("float8 in blocks", 64),
-     ("int4", 4), ("int4", 24), ("int4 with zeros", 9)],
+    [("float8", 1), ("float8", 9), ("float8", 32), ("float8 in blocks", 8), ("int4", 4), ("int4", 24),
+     ("int4 with zeros", 9)],
 )  # fmt: skip
 def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
     weight = weight_of(kind)
@@ -82,7 +82,7 @@ def test_steps_cover_a_weight_once(kind: str, count: int, launched: list[dict[st
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("float8", 33), ("float8 in blocks", 65), ("int4", 33), ("int4 with zeros", 17)],
+    [("float8", 33), ("float8 in blocks", 33), ("int4", 33), ("int4 with zeros", 17)],
 )
 def test_more_tokens_than_are_split_in_time(kind: str, count: int, launched: list[dict[str, Any]]) -> None:
     out = torch.empty(count, 512, dtype=torch.bfloat16)
@@ -104,7 +104,8 @@ def test_more_tokens_than_are_split_in_time(kind: str, count: int, launched: lis
         ("int4", 1, 6144, 1024, terms.TermsCut(4, 256, 1, 7, cluster=4, fetched=True)),
         ("int4", 1, 8192, 512, terms.TermsCut(1, 512, 2, 3, fetched=True)),
         ("int4", 2, 8192, 512, terms.TermsCut(4, 256, 1, 7, fetched=True)),
-        ("int4", 16, 8192, 512, terms.TermsCut(4, 512, 1, 7, fetched=True)),
+        ("int4", 16, 8192, 512, terms.TermsCut(4, 512, 1, 11, at_once=3, fetched=True)),
+        ("int4", 9, 6144, 1024, terms.TermsCut(4, 256, 1, 11, at_once=2, cluster=4, fetched=True)),
         ("int4", 16, 8192, 768, terms.TermsCut(2, 256, 1, 7, fetched=True)),  # half a step of 512 columns
         ("int4", 24, 8192, 512, terms.TermsCut(2, 256, 1, 7, fetched=True)),
     ],
@@ -155,8 +156,6 @@ def test_every_rule_can_be_reached(launched: list[dict[str, Any]]) -> None:
         (1152, 768),
         (6144, 1024),
         (3072, 2048),
-        (1152, 2048),
-        (5120, 1024),
         (704, 768),
         (704, 512),
     ]
@@ -166,7 +165,7 @@ def test_every_rule_can_be_reached(launched: list[dict[str, Any]]) -> None:
             weight = weight_of(kind, rows, depth).handle
             form = form_of(weight)
             assert form is not None
-            found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 65)}
+            found |= {next(terms.cuts_of(tokens, weight, form), None) for tokens in range(1, 33)}
         if kind.startswith("int4"):
             for rows, depth in ((512, 512), (512, 768), (704, 512), (704, 768)):
                 values, zeros = (torch.zeros(rows, width, dtype=torch.uint8) for width in (depth, 1))

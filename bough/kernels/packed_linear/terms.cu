@@ -20,7 +20,6 @@
 #include "cluster_sums.cuh"
 
 static_assert(KIND == FLOAT8 || KIND == INT4, "what is multiplied here");
-static_assert(BLOCK_T % 8 == 0 && BLOCK_T <= (KIND == FLOAT8 ? 64 : 32), "tokens of a block");
 
 // A box of 4-bit codes is multiplied while the sums of the one before are scaled. Outside clusters that is mostly slower.
 #define OVERLAPPED (FETCHED && CLUSTER > 1 && BLOCK_T == 8)
@@ -54,10 +53,6 @@ constexpr float LOW_TERM = 1.0f / 16.0f;
 #define D16 D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define D24 D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define D32 D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define D40 D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define D48 D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define D56 D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define D64 D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define FROM_SHARED(shape, sums, a, b, p, ...)                                                \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " p ", 0; wgmma.mma_async.sync.aligned." shape  \
                ".f32.e4m3.e4m3 {" sums "}, " a ", " b ", p, 1, 1; }"                          \
@@ -78,18 +73,6 @@ INLINE void multiply_rows(float (&d)[SUMS], u64 left, u64 right, int keep) {
 #endif
 #if BLOCK_T >= 32
   if constexpr (N == 64) FROM_SHARED("m64n64k32", D32, "%32", "%33", "%34", F16(0), F16(16));
-#endif
-#if BLOCK_T >= 40
-  if constexpr (N == 80) FROM_SHARED("m64n80k32", D40, "%40", "%41", "%42", F16(0), F16(16), F4(32), F4(36));
-#endif
-#if BLOCK_T >= 48
-  if constexpr (N == 96) FROM_SHARED("m64n96k32", D48, "%48", "%49", "%50", F16(0), F16(16), F16(32));
-#endif
-#if BLOCK_T >= 56
-  if constexpr (N == 112) FROM_SHARED("m64n112k32", D56, "%56", "%57", "%58", F16(0), F16(16), F16(32), F4(48), F4(52));
-#endif
-#if BLOCK_T >= 64
-  if constexpr (N == 128) FROM_SHARED("m64n128k32", D64, "%64", "%65", "%66", F16(0), F16(16), F16(32), F16(48));
 #endif
 }
 #else

@@ -113,17 +113,14 @@ RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
         TermsRule(24, _ANY, _ANY, TermsCut(2, 256, 1, 15)),
         TermsRule(24, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
         TermsRule(32, _ANY, _ANY, TermsCut(2, 256, 1, 11)),
-        TermsRule(64, 2048, _FEW_VALUES, TermsCut(2, 256, 1, 7, at_once=2, cluster=8)),
-        TermsRule(64, 4096, _FEW_VALUES, TermsCut(2, 256, 1, 7, at_once=2, cluster=4)),
-        TermsRule(64, 5632, _FEW_VALUES, TermsCut(2, 256, 1, 7, at_once=2, cluster=3)),
-        TermsRule(64, 8448, _FEW_VALUES, TermsCut(2, 256, 1, 7, at_once=2, cluster=2)),
     ),
     "int4": (
         TermsRule(16, 3072, _FEW_VALUES, TermsCut(2, 256, 1, 7, cluster=4, fetched=True)),
-        TermsRule(16, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4, fetched=True)),
+        TermsRule(8, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4, fetched=True)),
+        TermsRule(16, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 11, at_once=2, cluster=4, fetched=True)),
         TermsRule(1, _ANY, _ANY, TermsCut(1, 512, 2, 3, fetched=True)),
         TermsRule(8, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
-        TermsRule(16, _ANY, _ANY, TermsCut(4, 512, 1, 7, fetched=True)),
+        TermsRule(16, _ANY, _ANY, TermsCut(4, 512, 1, 11, at_once=3, fetched=True)),
         TermsRule(16, _ANY, _ANY, TermsCut(2, 512, 1, 7, fetched=True)),
         TermsRule(32, _ANY, _FEW_VALUES, TermsCut(2, 256, 1, 7, fetched=True)),
         TermsRule(32, _ANY, _ANY, TermsCut(4, 256, 1, 7, fetched=True)),
@@ -146,16 +143,19 @@ RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
 """By form, the first rule that a product is within and whose cut takes the weight; without one, the ring of `hopper` is
 faster. Clusters are for weights of few rows, whose tiles are too few for all multiprocessors; all of them run at once. Zero
 points with scales in float32, which can't be fetched, were measured earlier, splitting a token at a time. e4m3 in blocks has
-the cuts of e4m3 with scales of rows up to 32 tokens, and clusters of 128 rows beyond: two terms of 64 tokens make up the
-tensor cores' 128 columns. us on an H200 with the norm or activation before the product,
-of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and of what served them before:
+the cuts of e4m3 with scales of rows; beyond 32 tokens two terms of each are slower than the ring. us on an H200 with the
+norm or activation before the product, of 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and of what served them
+before:
 
 e4m3, 4 tokens: 10.1, 9.0, 34.1, 18.7 (13.3, 10.0, 34.4, 19.9)
 e4m3, 24 tokens: 12.8, 10.4, 38.0, 23.0 (16.2, 13.3, 42.3, 26.5)
 e4m3, 32 tokens: 13.7, 12.1, 40.4, 25.4 (15.7, 13.4, 45.2, 25.8)
 INT4, 1 token: 8.8, 6.9, 22.0, 13.7 (10.2, 7.7, 26.1, 15.5)
-INT4, 16 tokens: 11.2, 9.5, 28.9, 19.8 (13.5, 11.7, 33.4, 21.2)
+INT4, 16 tokens: 11.2, 9.5, 28.9, 19.8 (13.5, 11.7, 33.4, 21.2) with 7 warps that split; 11 that
+have all their tokens at once take 0.5, 0.4, 0.7 and 0.5 less
 INT4, 32 tokens: 17.6, 13.4, 41.7, 28.1 (18.3, 15.2, 43.2, 28.3)
+e4m3 in blocks, 1, 4, 16 and 24 tokens, 5120 x 2048: 6.1, 6.5, 7.5, 8.5 (8.0, 8.1, 9.8, 11.5); 2048 x 4096: 6.6, 6.7,
+8.2, 9.6 (7.5, 7.7, 8.8, 10.8)
 """
 
 
