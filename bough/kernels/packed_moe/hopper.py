@@ -82,11 +82,14 @@ SHAPES_8_BITS: Final = {
     2: (WarpShape(3, 4), WarpShape(2, 4), *_ANY_8_BITS),
     1: (WarpShape(16, 1), WarpShape(8, 2), WarpShape(4, 3), *_ANY_8_BITS),
 }
-"""Of 8 bits. Blocks of FP8, 128 experts of 2048 x 768, 8 a token. Two halves, 1 and 64 tokens: 3 x 4 11.1 and 103.2, 2 x 4
-12.0 and 107.8, 2 x 6 12.0 and 109.6, 1 x 8 11.8 and 136. One half: 8 x 2 7.0 and 57.7, 4 x 3 7.4 and 65.7, 2 x 6 7.7 and
-79.5, 16 x 1 8.7 and 55.2."""
+"""Of 8 bits. Blocks of FP8, 128 experts of 2048 x 768, 8 a token. Two halves, 1, 8 and 64 tokens: 3 x 4 11.0, 44.8 and 97.6,
+2 x 4 11.9, 45.1 and 104.5, 4 x 2 12.5, 49.7 and 103.4. One half, 1, 2, 4, 8, 24 and 64 tokens: 16 x 1 8.2, 12.1, 17.0, 25.0,
+42.0 and 53.2, 8 x 2 6.4, 13.0, 17.8, 25.6, 43.8 and 55.2, 4 x 3 6.7, 13.1, 18.4, 28.1, 49.6 and 62.5. A block has 1,024
+threads at most: 31 warps that multiply."""
 _ITEM_START_ROWS: Final = 8
 """Weight rows that could be read in the time in which an item begins and ends."""
+_MEETING_ROWS: Final = 12
+"""The same for each slice of an item of several tokens, whose warps' sums of 8 tokens or more meet."""
 _MOST_WASTE: Final = 1.13
 """Slices that steps have room for, to those that there are, where another shape has less."""
 
@@ -101,9 +104,11 @@ class Spread(NamedTuple):
     lone: bool = False
     """Whether there is one token, whose pairs are batches of their own."""
 
-    def busiest(self, rows: int, item_rows: int) -> int:
+    def busiest(self, rows: int, shape: WarpShape) -> int:
         """Weight rows that take as long as the block with the most items."""
-        return cdiv(self.batches * (rows // item_rows), self.blocks) * (item_rows + _ITEM_START_ROWS)
+        item_rows = _TILE_ROWS * shape.row_tiles
+        besides = _ITEM_START_ROWS + (0 if self.lone else _MEETING_ROWS * shape.slices)
+        return cdiv(self.batches * (rows // item_rows), self.blocks) * (item_rows + besides)
 
 
 def spread_of(num_pairs: int, num_experts: int, block_t: int, blocks: int, *, lone: bool) -> Spread:
@@ -188,7 +193,7 @@ def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: in
     cuts = [cut for cut in cuts if rows % cut.item_rows == 0 and cut.stages >= _LEAST_STAGES]
     return sorted(
         cuts,
-        key=lambda cut: (0 if cut.waste <= _MOST_WASTE else cut.waste, spread.busiest(rows, cut.item_rows)),
+        key=lambda cut: (0 if cut.waste <= _MOST_WASTE else cut.waste, spread.busiest(rows, cut.shape)),
     )
 
 
