@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from bough.kernels.packed_linear import PackedWeight, rounded, triton as packed
 from bough.kernels.packed_linear.codes import Codes, Inputs
 
+ASKED = Inputs("float8", 128)
 ROOM = 227 << 10
 """Shared memory of a block."""
 CLUSTERS = {2: 66, 3: 40, 4: 30, 6: 18, 8: 14}
@@ -44,6 +45,43 @@ def weight_of(rows: int, depth: int) -> PackedWeight:
     return packed.pack_codes(Codes("float8", values, torch.ones(rows, 1), depth, inputs=Inputs("float8")))
 
 
+def weight_in_blocks(rows: int, depth: int, inputs: Inputs | None = ASKED) -> PackedWeight:
+    values, scales = torch.zeros(rows, depth, dtype=torch.float8_e4m3fn), torch.ones(-(-rows // 128), depth // 128)
+    return packed.pack_codes(Codes("float8", values, scales, 128, rows=128, inputs=inputs))
+
+
+@pytest.mark.parametrize("count", [33, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "depth", "split"), [(2048, 4096, 6), (3072, 1024, 4), (5120, 2048, 3), (8192, 512, 2)]
+)
+def test_blocks_have_scales_of_columns(
+    rows: int, depth: int, split: int, count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales: list[torch.Tensor] = []
+
+    def rounds(x: torch.Tensor, room: int, *, powers: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not powers
+        scales.append(torch.ones(x.shape[1] // 128, room))
+        return x.to(torch.float8_e4m3fn), scales[0]
+
+    monkeypatch.setattr(packed, "rounded_tokens", rounds)
+    packed.packed_linear(torch.zeros(count, depth, dtype=torch.bfloat16), weight_in_blocks(rows, depth))
+    (launch,) = launched
+    _, cut, block_t, form = launch["how"]
+    assert (cut.split, cut.grouped, form.group, form.scale_rows) == (split, True, 128, 128)
+    assert launch["arguments"][2] is scales[0]
+    assert scales[0].shape == (depth // 128, block_t)
+    assert launch["blocks"] * cut.block_n == rows * cut.split
+
+
+@pytest.mark.parametrize("inputs", [None, Inputs("float8"), Inputs("float8", 64), Inputs("float8", 128, scale=0.5)])
+def test_blocks_are_rounded_as_the_checkpoint_asks(inputs: Inputs | None, launched: list[dict[str, Any]]) -> None:
+    x = torch.zeros(64, 1024, dtype=torch.bfloat16)
+    assert packed._multiply_grouped(x, weight_in_blocks(512, 1024, inputs), None, None) is None
+    assert packed._multiply_grouped(x[:32], weight_in_blocks(512, 1024), None, None) is None, "two terms are faster"
+    assert not launched
+
+
 @pytest.mark.parametrize("count", [40, 100, 128])
 @pytest.mark.parametrize(("rows", "depth"), [(4096, 2048), (1536, 1024), (3328, 512)])
 def test_blocks_cover_a_weight_once(
@@ -74,8 +112,10 @@ def test_other_weights_are_left_to_other_kernels(launched: list[dict[str, Any]])
     assert rounded.cut_for(100, fine, None, out.float()) is None
     assert rounded.cut_for(100, weight_of(528, 2048).handle, None, out) is None
     assert rounded.cut_for(100, weight_of(512, 2176 - 64).handle, None, out) is None
-    in_blocks = Codes("float8", torch.zeros(512, 2048, dtype=torch.float8_e4m3fn), torch.ones(4, 16), 128, rows=128)
-    assert rounded.cut_for(100, packed.pack_codes(in_blocks).handle, None, out) is None
+    in_small_blocks = Codes(
+        "float8", torch.zeros(512, 2048, dtype=torch.float8_e4m3fn), torch.ones(16, 16), 128, rows=32
+    )
+    assert rounded.cut_for(100, packed.pack_codes(in_small_blocks).handle, None, out) is None, "64 rows have one scale"
     assert not launched
 
 
@@ -118,7 +158,7 @@ def test_sizes_choose_the_cut(
 
 def test_every_cut_has_room() -> None:
     """For its stages, and in them for the sums that blocks send each other."""
-    for rule in rounded.RULES:
+    for rule in (*rounded.RULES, *rounded.BLOCK_RULES):
         cut = rule.cut
         for block_t in range(48, rounded.block_of(rule.tokens) + 1, 16):
             stages = cut.stages(block_t) * cut.stage_bytes(block_t)

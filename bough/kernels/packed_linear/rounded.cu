@@ -1,27 +1,31 @@
-// A product of tokens that come rounded to e4m3, with a scale each, and an e4m3 weight with scales of rows:
-// out[T, rows] = x[T, D] @ weight[rows, D].T
+// A product of tokens that come rounded to e4m3 and an e4m3 weight, with scales of tokens and of rows, or, where GROUP is 128,
+// with scales of 128 columns of a token and of 128 columns of some rows: out[T, rows] = x[T, D] @ weight[rows, D].T
 //
 // SPLIT blocks share a tile of 64 x GROUPS weight rows and all tokens; each takes a part of the columns, and their sums meet in
 // the cluster's shared memory (cluster_sums.cuh). PAIR 2: two tiles are a cluster, and each block fetches half of the tokens for
 // both. In a block, one thread feeds a ring of stages, from before the launch before has ended, and GROUPS warpgroups multiply.
-// Sums are left to the tensor cores.
+// Sums are left to the tensor cores; with GROUP only those of a stage, which are scaled and added up in float32. Scales of the
+// tokens come with their stage.
 //
 // Given: BLOCK_T (tokens, a multiple of 16), GROUPS, STAGES, SPLIT (2 or more), PAIR. Of the weight, as in codes.cuh: KIND
-// (FLOAT8), GROUP (0), SCALE_ROWS, SCALES.
+// (FLOAT8), GROUP (0 or 128), SCALE_ROWS (a multiple of 64 with GROUP), SCALES.
 
 #include "hopper.cuh"
 #include "codes.cuh"
 #include "cluster_sums.cuh"
 
-static_assert(KIND == FLOAT8 && GROUP == 0, "what is multiplied here");
+static_assert(KIND == FLOAT8 && (GROUP == 0 || (GROUP == 128 && SCALE_ROWS % 64 == 0)), "what is multiplied here");
+static_assert(GROUP == 0 || BLOCK_T <= 128, "registers");
 static_assert(BLOCK_T % 16 == 0 && 48 <= BLOCK_T && BLOCK_T <= 208, "products that are written out");
 
 constexpr int VALUES = BLOCK_T / 2;  // of a thread
 constexpr int EIGHTS = BLOCK_T / 8;
 constexpr int BLOCK_N = 64 * GROUPS;
 constexpr int W_BOX = BLOCK_N * 128, T_BOX = BLOCK_T * 128;
-constexpr int STAGE_BYTES = W_BOX + T_BOX;  // of 128 columns
+constexpr int SCALE_BYTES = GROUP ? BLOCK_T * 4 : 0;             // of the tokens, of a stage
+constexpr int STAGE_BYTES = W_BOX + T_BOX + (GROUP ? 1024 : 0);  // of 128 columns; stages begin at multiples of 1,024
 constexpr int WORKERS = 128 * GROUPS;
+[[maybe_unused]] constexpr bool EARLY = BLOCK_T <= 80;  // there are registers for a stage's scales while it is multiplied
 using Sums = ClusterSums<EIGHTS, WORKERS, SPLIT, PAIR>;
 static_assert(Sums::BYTES <= STAGES * STAGE_BYTES, "sums take the place of stages");
 
@@ -99,6 +103,19 @@ INLINE void fetch_for_pair(u32 to, const TensorMap& map, int column, int row, u3
       "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(held) : "memory");
 }
 
+// Neighbours in memory.
+INLINE void fetch_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier) : "memory");
+}
+
+INLINE float2 shared_pair(u32 at) {
+  float2 out;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "r"(at));
+  return out;
+}
+
+// x_scales: [T], or with GROUP [k_steps, BLOCK_T].
 extern "C" __global__ void
 __cluster_dims__(SPLIT * PAIR, 1, 1)
 __launch_bounds__(WORKERS + 32, 1) rounded(
@@ -132,7 +149,7 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
     const u64 once = held_shorter(), often = held_longer();
     auto ask_weight = [&](int slot, int step) {
       const u32 to = stages + slot * STAGE_BYTES, barrier = full + 8 * slot;
-      barrier_expect(barrier, STAGE_BYTES);
+      barrier_expect(barrier, W_BOX + T_BOX + SCALE_BYTES);
       fetch_held(to, weight, (start + step) * 128, tile * BLOCK_N, barrier, once);
     };
     auto ask_x = [&](int slot, int step) {
@@ -142,6 +159,7 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
         fetch_for_pair(to + half * (T_BOX / 2), x, column, half * (BLOCK_T / 2), barrier, (u16)(3 << (rank - half)), often);
       else
         fetch_held(to, x, column, 0, barrier, often);
+      if (GROUP) fetch_bytes(to + T_BOX, x_scales + (i64)(start + step) * BLOCK_T, SCALE_BYTES, barrier);
     };
     const int early = min(steps, STAGES);
     for (int i = 0; i < early; i++) ask_weight(i, i);
@@ -165,9 +183,47 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
     barrier_arrive(empty + 8 * slot);
     if (PAIR > 1) barrier_arrive_at(empty + 8 * slot, rank ^ 1);
   };
+  const int row = tile * BLOCK_N + warp * 16 + lane / 4;
   float value[VALUES];
-  int slot = 0, before = 0;
+  int slot = 0;
   u32 parity = 0;
+#if GROUP
+  // Lanes have the scales of 32 steps, of the 64 rows of their warpgroup. Weights are there before the launch before has ended.
+  const i64 row_block = (tile * BLOCK_N + warp / 4 * 64) / SCALE_ROWS;
+  float of_steps = 0.0f, stage_sums[VALUES];
+#pragma unroll
+  for (int r = 0; r < VALUES; r++) value[r] = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < steps; i++) {
+    if (i % 32 == 0) of_steps = i + lane < steps ? coded.scale((i64)(start + i + lane) * coded.width + row_block) : 0.0f;
+    const float of_rows = __shfl_sync(~0u, of_steps, i % 32);
+    barrier_wait(full + 8 * slot, parity);
+    const u32 from = stages + slot * STAGE_BYTES;
+    products_begin();
+#pragma unroll
+    for (int quarter = 0; quarter < 4; quarter++)
+      multiply_rows(stage_sums, operand(from + warp / 4 * 64 * 128) + 2 * quarter, operand(from + W_BOX) + 2 * quarter, quarter);
+    products_commit();
+    auto of_tokens = [&](int eight) { return shared_pair(from + W_BOX + T_BOX + (eight * 8 + lane % 4 * 2) * 4); };
+    float2 early[EARLY ? EIGHTS : 1];
+#pragma unroll
+    for (int eight = 0; eight < (EARLY ? EIGHTS : 0); eight++) early[eight] = of_tokens(eight);
+    products_wait<0>();
+#pragma unroll
+    for (int r = 0; r < VALUES; r++) asm volatile("" : "+f"(stage_sums[r]));  // none is read before the wait
+    if (EARLY) __syncwarp(), leave(slot);
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++) {
+      const float2 by = EARLY ? early[EARLY ? eight : 0] : of_tokens(eight);
+      const float even = by.x * of_rows, odd = by.y * of_rows;
+#pragma unroll
+      for (int r = 0; r < 4; r++) value[4 * eight + r] += stage_sums[4 * eight + r] * (r & 1 ? odd : even);
+    }
+    if (!EARLY) __syncwarp(), leave(slot);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+#else
+  int before = 0;
   for (int i = 0; i < steps; i++) {
     barrier_wait(full + 8 * slot, parity);
     const u32 from = stages + slot * STAGE_BYTES;
@@ -185,16 +241,16 @@ __launch_bounds__(WORKERS + 32, 1) rounded(
   leave(before);
 #pragma unroll
   for (int r = 0; r < VALUES; r++) asm volatile("" : "+f"(value[r]));  // none is read before the wait
+#endif
 
   wait_for_kernel_before();
-  const int row = tile * BLOCK_N + warp * 16 + lane / 4;
   const float row_scales[2] = {coded.last_scale(row), coded.last_scale(row + 8)};
   float biases[2] = {0.0f, 0.0f};
   if (bias) biases[0] = low(bias[row]), biases[1] = low(bias[row + 8]);
   auto write = [&](int eight, int r, float sum) {
     const int token = eight * 8 + lane % 4 * 2 + (r & 1);
     if (token >= T) return;
-    const float result = sum * row_scales[r / 2] * __ldcg(x_scales + token) + biases[r / 2];
+    const float result = sum * row_scales[r / 2] * (GROUP ? 1.0f : __ldcg(x_scales + token)) + biases[r / 2];
     out[(u64)token * out_stride + row + r / 2 * 8] = narrow(result);
   };
   Sums::exchange(stages, value);

@@ -1,4 +1,5 @@
-"""Tokens that come rounded to e4m3 and an e4m3 weight with scales of rows, on Hopper (`rounded.cu`).
+"""Tokens that come rounded to e4m3 and an e4m3 weight, on Hopper (`rounded.cu`): with scales of tokens and of rows, or of
+128 columns of either.
 
 Blocks of a cluster share the columns of a tile, so that a weight of few rows is read by most multiprocessors.
 """
@@ -37,6 +38,10 @@ _SHARED_BYTES: Final = 225 << 10
 _BOX: Final = 128
 """Columns of a stage."""
 _MOST_STAGES: Final = 8
+_SCALE_ROOM: Final = 1024
+"""Bytes of a stage for scales of tokens: the next one begins at a multiple of it."""
+_SCALED_ROWS: Final = 64
+"""Weight rows that have one scale for 128 columns, or a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class RoundedCut:
     """Blocks that share a tile's columns, 2 or more."""
     pair: int = 1
     """2: two blocks with neighbouring tiles fetch half of the tokens each, for both."""
+    grouped: bool = False
+    """Whether 128 columns have scales of their own: those of tokens are fetched, too."""
 
     @property
     def block_n(self) -> int:
@@ -59,7 +66,7 @@ class RoundedCut:
         return self.split * self.pair
 
     def stage_bytes(self, block_t: int) -> int:
-        return _BOX * (self.block_n + block_t)
+        return _BOX * (self.block_n + block_t) + (_SCALE_ROOM if self.grouped else 0)
 
     def stages(self, block_t: int) -> int:
         """As many as there is room for."""
@@ -103,6 +110,23 @@ H200 with rounding and the norm or activation before it, and of the library:
 2048 x 6144 with 100 and 200: 14.4, 22.4 (21.8, 23.1)
 
 28672 x 4096 is the library's from 48 tokens on, 10240 x 8192 with 100 and 200."""
+
+BLOCK_RULES: Final = (
+    RoundedRule(128, 2304, 0, RoundedCut(2, 6, grouped=True)),
+    RoundedRule(128, 3840, 0, RoundedCut(2, 4, grouped=True)),
+    RoundedRule(128, 5120, 0, RoundedCut(2, 3, grouped=True)),
+    RoundedRule(128, 8448, 0, RoundedCut(2, 2, grouped=True)),
+)
+"""Of blocks: as many clusters as run at once, and most multiprocessors in them. Without a rule, codes are widened. They are
+for more tokens than are multiplied in two terms."""
+
+
+def rules_for(weight: DeviceCodes) -> tuple[RoundedRule, ...]:
+    if weight.kind != "float8":
+        return ()
+    if weight.group == _BOX and weight.scale_rows % _SCALED_ROWS == 0:
+        return BLOCK_RULES
+    return RULES if weight.group == 0 else ()
 
 
 def block_of(tokens: int) -> int:
@@ -148,7 +172,8 @@ def most_clusters(device: torch.device, cut: RoundedCut, block_t: int, form: Cod
 
 def cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor) -> RoundedCut | None:
     """How the product of tokens in e4m3, which must be contiguous, is cut; None: the kernel can't serve it."""
-    if weight.kind != "float8" or weight.group != 0:
+    rules = rules_for(weight)
+    if not rules:
         return None
     if out_TO.dtype != torch.bfloat16 or (bias_O is not None and bias_O.dtype != torch.bfloat16):
         return None
@@ -156,7 +181,7 @@ def cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Ten
     if form is None or not can_map(weight.codes) or not is_ready(weight.codes.device):
         return None
     rows, depth = weight.num_rows, weight.cols
-    for most_tokens, most_rows, least_depth, cut in RULES:
+    for most_tokens, most_rows, least_depth, cut in rules:
         if 0 < tokens <= most_tokens and rows <= most_rows and depth >= least_depth and cut.takes(rows, depth):
             tiles = rows // cut.block_n // cut.pair
             most = most_clusters(weight.codes.device, cut, block_of(tokens), form)
@@ -167,8 +192,8 @@ def cut_for(tokens: int, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Ten
 def multiply_rounded(
     x_TD: Tensor, scale_T: Tensor, weight: DeviceCodes, bias_O: Tensor | None, out_TO: Tensor, cut: RoundedCut
 ) -> None:
-    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous. x is e4m3, to be multiplied by `scale_T`, float32;
-    `cut` is `cut_for` it."""
+    """x @ weight.T (+ bias) into `out_TO`, whose rows are contiguous. x is e4m3, to be multiplied by `scale_T`, float32, or
+    where the cut is grouped by [D / 128, `block_of` T]; `cut` is `cut_for` it."""
     tokens, depth = x_TD.shape
     device = x_TD.device
     form = form_of(weight)

@@ -4,7 +4,8 @@
 Few tokens: the packed weight streams through the multiprocessors once and is multiplied as it is, cut as `linear.skinny`
 cuts plain ones (on Hopper, e4m3 and INT4 by `terms` or by `hopper`, whichever is faster and has whole tiles). Many
 tokens: e4m3 with a scale per row is multiplied with activations rounded to e4m3, if the device has such arithmetic and the
-checkpoint asks for it; other weights are dequantised, and the vendor's library multiplies.
+checkpoint asks for it, and so are blocks of e4m3 by `rounded`, where it takes them; other weights are dequantised, and the
+vendor's library multiplies.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bough.kernels.packed_linear.codes import CODE_BITS, CodeKind, Codes, activa
 from bough.kernels.packed_linear.decode import DeviceCodes, add_product, dequantise_rows, last_scale, lay_out
 from bough.kernels.packed_linear.gguf_parts import take_apart
 from bough.kernels.packed_linear.gguf_triton import DeviceBlocks
+from bough.kernels.packed_linear.groups import GROUP, rounded_tokens
 from bough.kernels.packed_linear.weight import PackedWeight
 
 _INTEGERS: Final[dict[str, CodeKind]] = {"Q4_0": "int4", "Q8_0": "int8"}
@@ -181,6 +183,10 @@ def packed_linear(
         x_TD = in_order(x_TD, weight.order)
     if isinstance(weight.handle, DeviceBlocks):
         return _linear_of_blocks(x_TD, weight, bias_O, out)
+    if not exact:
+        grouped = _multiply_grouped(x_TD, weight, bias_O, out)
+        if grouped is not None:
+            return grouped
     rounds = not exact and _rounds(x_TD, weight)
     if x_TD.shape[0] <= (_FEW_ROUNDED if rounds else FEW_TOKENS):
         return multiply(x_TD, weight.handle, bias_O, x_TD.new_empty(len(x_TD), weight.rows) if out is None else out)
@@ -286,6 +292,24 @@ def _multiply_rounded(x_TD: Tensor, weight: DeviceCodes, bias_O: Tensor | None) 
     )
     # The library has no product with scales of rows and a bias for every number of tokens.
     return out if bias_O is None else out.add_(bias_O)
+
+
+def _multiply_grouped(x_TD: Tensor, weight: PackedWeight, bias_O: Tensor | None, out: Tensor | None) -> Tensor | None:
+    """Blocks of e4m3 with activations in e4m3 that have a scale per 128 columns, where the checkpoint asks for that; None if
+    something else serves these."""
+    held, asked, tokens = weight.handle, weight.inputs, len(x_TD)
+    if asked is None or asked.kind != "float8" or asked.group != GROUP or asked.scale is not None:
+        return None
+    if tokens <= _FEW_ROUNDED or held.group != GROUP or held.cols != x_TD.shape[1] or x_TD.dtype != torch.bfloat16:
+        return None
+    made = x_TD.new_empty(tokens, weight.rows) if out is None else out
+    cut = rounded.cut_for(tokens, held, bias_O, made)
+    if cut is None:
+        return None
+    x = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    codes, scales = rounded_tokens(x, rounded.block_of(tokens), powers=asked.power_of_two)
+    rounded.multiply_rounded(codes, scales, held, bias_O, made, cut)
+    return made
 
 
 def packed_rows(ids_T: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from bough.kernels.moe import Biases
 from bough.kernels.moe.grouping import round_rows
 from bough.kernels.packed_linear import PackedWeight, hopper, rounded, terms, triton as packed
 from bough.kernels.packed_linear.codes import Codes, Inputs
+from bough.kernels.packed_linear.groups import rounded_tokens
 from bough.kernels.packed_moe import PackedExperts, hopper as few_hopper, tiles_hopper, triton as experts
 
 FORMS = ["float8 rows", "float8 blocks", "int4 groups", "int4 zeros", "int4 rows", "int4 two levels"]
@@ -118,6 +119,37 @@ def test_rounded_tokens_agree_with_the_library() -> None:
             found = [packed.packed_linear(x, weight, bias) for _ in range(2)]
             assert torch.equal(*found)
             assert float((found[0].double() - expected).norm() / expected.norm()) < 1e-2, (rows, depth, tokens)
+
+
+@pytest.mark.parametrize("tokens", [33, 64, 77, 100, 128])
+def test_blocks_are_multiplied_with_tokens_in_groups(tokens: int) -> None:
+    """Every cut that takes a weight, scales that differ widely, more steps than lanes."""
+    torch.manual_seed(random.SystemRandom().randrange(2**31))
+    for rows, depth in ((768, 1152), (1152, 2048), (512, 14336)):
+        codes = codes_of("float8 blocks", rows, depth)
+        wide = torch.exp(torch.randn_like(codes.scale_OG))
+        codes = replace(codes, scale_OG=codes.scale_OG * wide, inputs=Inputs("float8", 128))
+        weight = packed.pack_codes(codes)
+        dense = packed.dequantise(weight).double()
+        x = torch.randn(tokens, depth, dtype=torch.bfloat16, device="cuda")
+        x *= torch.exp(torch.randn(tokens, depth // 128, device="cuda")).bfloat16().repeat_interleave(128, 1)
+        bias = torch.randn(rows, dtype=torch.bfloat16, device="cuda")
+        values, scales = rounded_tokens(x, rounded.block_of(tokens), powers=False)
+        real = values.double() * scales[:, :tokens].t().double().repeat_interleave(128, 1)
+        assert float((real - x.double()).norm() / x.double().norm()) < 4e-2
+        expected = real @ dense.t() + bias.double()
+        cuts = {rule.cut for rule in rounded.BLOCK_RULES if rule.cut.takes(rows, depth)}
+        assert cuts
+        for cut in cuts:
+            outs = []
+            for _ in range(2):
+                room = torch.full((tokens, rows + 3), 7.0, dtype=torch.bfloat16, device="cuda")
+                rounded.multiply_rounded(values, scales, weight.handle, bias, room[:, 1 : rows + 1], cut)
+                assert bool((room[:, [0, -2, -1]] == 7).all()), cut
+                outs.append(room[:, 1 : rows + 1].clone())
+            assert torch.equal(*outs), cut
+            assert float((outs[0].double() - expected).norm() / expected.norm()) < 4e-3, (rows, depth, cut)
+        assert torch.equal(packed.packed_linear(x, weight, bias), packed._multiply_grouped(x, weight, bias, None))
 
 
 @pytest.mark.parametrize("tokens", [33, 64, 77, 100, 128, 160, 200])

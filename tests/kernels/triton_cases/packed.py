@@ -14,6 +14,7 @@ from bough.kernels.moe import Biases, reference as moe_reference
 from bough.kernels.moe.grouping import group_tokens
 from bough.kernels.packed_linear import reference as packed_reference, triton as packed
 from bough.kernels.packed_linear.codes import Codes
+from bough.kernels.packed_linear.groups import rounded_tokens
 from bough.kernels.packed_linear.weight import FORMATS
 from bough.kernels.packed_moe import reference as packed_moe_reference, triton as packed_moe
 from bough.kernels.packed_moe.blocks_hopper import HEIGHT, RoundedRows, round_groups
@@ -153,7 +154,7 @@ def packed_moe_cases(bed: Bed) -> Cases:
     clamped = [(40, 16, 4, 512, 352), (1400, 8, 2, 512, 352)] if bed.large else [(3, 3, 2, 64, 32)]
     for shape, name in product(clamped, ("float4", "int4 ordered")):
         yield f"packed experts {shape} {name} clamped", partial(_clamped_experts, bed, shape, name, bed.dtypes[0])
-    for rows, width, powers in ((7, 384, False), (150, 128, True)):
+    for rows, width, powers in ((7, 384, False), (5, 1280, False), (150, 128, True)):
         yield f"rows rounded in groups {rows} x {width}", partial(_rounded_groups, bed, rows, width, powers)
     if bed.large:
         for name in ("float8 blocks", "int4 zeros", "float4"):
@@ -171,6 +172,9 @@ def _rounded_groups(bed: Bed, rows: int, width: int, powers: bool) -> None:
     made = round_groups(x, power_of_two_scales=powers)
     assert torch.equal(made.scales, scales)
     assert torch.equal(made.codes.float().view_as(exact), exact)
+    codes, by_group = rounded_tokens(x, rows + 3, powers=powers)
+    assert torch.equal(codes.float().view_as(exact), exact)
+    assert torch.equal(by_group[:, :rows].t(), scales)
     ids = torch.randint(0, 3, (rows, 1), dtype=torch.int32, device=bed.device)
     grouping, copied, _ = group_tokens(made.memory.view(torch.bfloat16), ids, 3, HEIGHT)
     laid_out = RoundedRows(copied.view(torch.uint8), width)
