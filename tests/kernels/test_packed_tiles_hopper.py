@@ -76,12 +76,80 @@ def test_a_launch_covers_all_rows(halves: int, blocks: int, kernel: Kernel) -> N
     order = Sorted(torch.zeros(160, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), 5, EXPERTS)
     clamp = ClampedGate(alpha=1.5, limit=7.0) if halves == 2 else None
     tiles_hopper.product(x, weight, out, order, tile=Tile(32, 3), per_token=3, halves=halves, clamp=clamp)
-    ((launched, (codes, scales, coded, work)),) = kernel.launches
+    ((launched, (codes, scales, coded, work, sums, flags)),) = kernel.launches
+    assert sums is flags is None
     assert launched == blocks
     assert (codes[0] is weight.codes, codes[1:]) == (True, (192 // halves, 64, True))
     assert (scales[0] is weight.scales, scales[1:]) == (True, (4, 192 // halves, False))
     assert (coded.width, coded.groups) == (weight.num_rows, WIDTH // 32)
     assert (work.rows, work.depth, work.boxes, work.num_batches) == (rows, WIDTH, 5, 5)
+
+
+def test_sums_are_handed_over_where_tiles_are_cut(kernel: Kernel) -> None:
+    """Room for every multiprocessor's sums, and a flag for each of its warps, the same for both products."""
+    tile = Tile(16, 4, evenly=True)
+    given = []
+    for halves in (2, 1):
+        weight = stacked(halves * INNER, WIDTH)
+        x, out = torch.zeros(2, WIDTH, dtype=torch.bfloat16), torch.zeros(6, INNER, dtype=torch.bfloat16)
+        order = Sorted(torch.zeros(80, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), 5, EXPERTS)
+        tiles_hopper.product(x, weight, out, order, tile=tile, per_token=3, halves=halves)
+        given.append(kernel.launches[-1][1][4:])
+    sums, flags = given[0]
+    assert sums.numel() >= 132 * 256 * 16
+    assert flags.numel() >= 132 * 16
+    assert not flags.any()
+    assert (sums is given[1][0], flags is given[1][1]) == (True, True)
+
+
+def share(block: int, blocks: int, items: int, boxes: int) -> list[tuple[int, int, int]]:
+    """What a block has, as the kernel finds it: (item, first box, end)."""
+    turns = items // blocks
+    idle, cut, at, end = (turns + 1) * blocks - items, items, 0, 0
+    if turns > 0 and idle < blocks and idle * boxes > tiles_hopper._CUT_BOXES * blocks:
+        cut = (turns - 1) * blocks
+        at, end = ((items - cut) * boxes * each // blocks for each in (block, block + 1))
+    parts = [(item, 0, boxes) for item in range(block, cut, blocks)]
+    while at < end:
+        first = at % boxes
+        to = min(boxes, first + end - at)
+        parts.append((cut + at // boxes, first, to))
+        at += to - first
+    return parts
+
+
+@pytest.mark.parametrize("boxes", [1, 3, 6, 23])
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_shares_cover_all_columns_once_and_evenly(blocks: int, boxes: int) -> None:
+    for items in {
+        1,
+        blocks - 1,
+        blocks,
+        blocks + 1,
+        2 * blocks - 1,
+        930,
+        1388,
+        5 * blocks,
+        7 * blocks + blocks // 2,
+    } - {0}:
+        shares = [share(block, blocks, items, boxes) for block in range(blocks)]
+        owned: dict[int, list[tuple[int, int, int]]] = {}
+        for block, parts in enumerate(shares):
+            for place, (item, first, end) in enumerate(parts):
+                owned.setdefault(item, []).append((first, end, block))
+                # Sums are handed over before any are waited for.
+                assert first == 0 or all(each[1:] == (0, boxes) for each in parts[:place])
+                assert first == 0 or end == boxes
+        assert sorted(owned) == list(range(items))
+        for parts in owned.values():
+            parts.sort()
+            if len(parts) == 2:
+                (_, middle, head), (start, _, tail) = parts
+                assert (middle, tail) == (start, head + 1)
+            assert (parts[0][0], parts[-1][1], len(parts) <= 2) == (0, boxes, True)
+        longest = max(sum(end - first for _, first, end in parts) for parts in shares)
+        even = -(-items * boxes // blocks)
+        assert longest <= max(boxes, even + tiles_hopper._CUT_BOXES + 1)
 
 
 def test_every_tile_fits_a_multiprocessor() -> None:
@@ -90,11 +158,10 @@ def test_every_tile_fits_a_multiprocessor() -> None:
         ("float8", CodeForm(1, 1, 128, 128)),
         ("int4", CodeForm(2)),
     ):
-        for pairs in (4, 10, 50, 1000):
-            tile = tiles_hopper.tile_for(kind, pairs, 1)
+        tiles = {tiles_hopper.tile_for(kind, pairs, 1) for pairs in (4, 10, 50, 1000)} | {Tile(16, 4), Tile(32, 4)}
+        for tile in tiles - {None}:
             for halves in (1, 2):
-                if tile is None:
-                    continue
+                assert tile is not None
                 cut = TiledProduct(tile, halves, form)
                 lists = 4 * (2 + 2 * tile.groups) * tile.tokens + 16 * cut.stages + 16
                 assert cut.shared_bytes + lists <= 227 << 10

@@ -8,11 +8,16 @@
 // stages of 128 columns, from item to item without a pause. Of the last batch of an expert only a half or a quarter is
 // multiplied if it has no more.
 //
+// A block takes every gridDim.x-th item. With EVENLY, items that would not fill a turn of all blocks, and those of the turn before
+// them, are cut into equal shares of columns: of an item that two blocks have, the one that has its first columns adds what the
+// other one, which began with it, has left in memory.
+//
 // In a step of 16 columns a thread has, of rows r and r + 8, columns 2 q and 2 q + 1 of each eight: two bytes at a time. With
 // two halves, row r + 8 of a warp is the other half's row r, so that a thread has what is gated together.
 //
 // Given, besides what `codes.cuh` and `experts.cuh` want: GROUPS_OF_WARPS, STAGES, LAG (stages of tokens that are asked for
-// before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu).
+// before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu), EVENLY, PRELOADED (whether codes of the next stage are
+// loaded while those of the present one become bf16), CUT_BOXES (boxes that are read in the time in which two blocks add up).
 
 #define PAIRED 1
 #include "hopper.cuh"
@@ -34,7 +39,7 @@ constexpr int OUT_TOKENS = BLOCK_T < 32 ? BLOCK_T : 32, OUT_SEGMENTS = 8 / HALVE
 constexpr int OUT_BYTES = OUT_TOKENS * OUT_PITCH;
 // Registers of a thread by role: what a block is started with, shared out anew.
 constexpr int STARTED = 65536 / THREADS / 8 * 8;
-constexpr int FETCHING = 56;
+constexpr int FETCHING = GROUPS_OF_WARPS > 3 ? 32 : 56;
 constexpr bool AHEAD = BLOCK_T < 128;  // codes are loaded before the products that come before theirs have begun
 constexpr int MOST_REGISTERS = ((GROUPS_OF_WARPS + 1) * STARTED - FETCHING) / GROUPS_OF_WARPS / 8 * 8;
 constexpr int MULTIPLYING = MOST_REGISTERS < 240 ? MOST_REGISTERS : 240;
@@ -109,9 +114,9 @@ INLINE int live_pairs(const Work& work, const int* pairs) {
 
 // How many of a batch's tokens are multiplied. (A choice among products of 128 tokens takes registers that three warpgroups
 // don't have.)
-constexpr bool HALVED = BLOCK_T >= 32 && (BLOCK_T < 128 || GROUPS_OF_WARPS < 3);
+constexpr bool HALVED = BLOCK_T >= 32 && (BLOCK_T < 128 || GROUPS_OF_WARPS < 3), QUARTERED = BLOCK_T == 64;
 INLINE int multiplied(int live) {
-  if (BLOCK_T == 64 && live <= BLOCK_T / 4) return BLOCK_T / 4;
+  if (QUARTERED && live <= BLOCK_T / 4) return BLOCK_T / 4;
   if (HALVED && live <= BLOCK_T / 2) return BLOCK_T / 2;
   return BLOCK_T;
 }
@@ -171,9 +176,74 @@ struct Shared {
   u32 stages, full, empty, out;
 };
 
+// Columns of an item that a block has, in boxes.
+struct Part {
+  int item, first, end;
+};
+
+// All that a block has of `items`, one part after the other.
+struct Share {
+  int boxes, next, cut, at, end;
+
+  // `cut`: the first item of those that are cut; at, end: of their boxes. Every block has as many as an item at least, so that no
+  // item falls to more than two.
+  INLINE Share(int items, int boxes) : boxes(boxes), next(blockIdx.x), cut(items), at(0), end(0) {
+    const int blocks = gridDim.x, turns = items / blocks, idle = (turns + 1) * blocks - items;
+    if (EVENLY && turns > 0 && idle < blocks && idle * boxes > CUT_BOXES * blocks) {
+      cut = (turns - 1) * blocks;
+      at = (items - cut) * boxes * (int)blockIdx.x / blocks;
+      end = (items - cut) * boxes * ((int)blockIdx.x + 1) / blocks;
+    }
+  }
+
+  INLINE bool take(Part& part) {
+    if (next < cut) {
+      part = {next, 0, boxes};
+      next += gridDim.x;
+      return true;
+    }
+    if (!EVENLY || at >= end) return false;
+    part.item = cut + at / boxes;
+    part.first = at % boxes;
+    part.end = min(boxes, part.first + end - at);
+    at += part.end - part.first;
+    return true;
+  }
+};
+
+// Sums of a warp that another block's warp adds: in memory, with a flag that is zero between launches.
+struct Handed {
+  float* sums;
+  int* flags;
+
+  INLINE Handed(float* partial, int* flags, int block)
+      : sums(partial + (i64)block * (BLOCK_T / 2 * CONSUMERS) + threadIdx.x),
+        flags(flags + block * (CONSUMERS / 32) + threadIdx.x / 32) {}
+
+  template <int COUNT> INLINE void leave(const float (&d)[COUNT]) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) __stcg(sums + i * CONSUMERS, d[i]);
+    __threadfence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("st.release.gpu.s32 [%0], 1;" ::"l"(flags) : "memory");
+  }
+
+  template <int COUNT> INLINE void add_to(float (&d)[COUNT]) const {
+    if (threadIdx.x % 32 == 0) {
+      int there;
+      do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(there) : "l"(flags) : "memory");
+      while (!there);
+      *flags = 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) d[i] += __ldcg(sums + i * CONSUMERS);
+  }
+};
+
 template <int LIVE>
 INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& shared, Turn& turn, int expert, int tile,
-                          const int* owners) {
+                          const Part& part, const int* owners, float* partial, int* flags) {
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, q = lane % 4;
   const int first = HALVES == 2 ? 32 * group + 8 * warp + lane / 4 : 64 * group + 16 * warp + lane / 4;
   const int swizzle = HALF_BYTES ? first / 2 % 4 : first % 8;
@@ -193,45 +263,60 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
     last[lower] = (1.0f / LEFT) * coded.last_scale(known[lower]);
     if (BIAS) bias[lower] = low(__ldg(work.bias + known[lower]));
   }
-  besides.load(coded, known, 0);
+  besides.load(coded, known, part.first);
 
   float d[LIVE / 2], sums[SUMMED_TWICE ? LIVE / 2 : 1];
 #pragma unroll
   for (int i = 0; i < (SUMMED_TWICE ? LIVE / 2 : 1); i++) sums[i] = 0.0f;
-  u32 rows[2][4][4];
+  u32 rows[2][4][4], words[2][2][WORDS], more[2][2][2];
+  const auto load = [&](int chunk, u32 from, const Besides& of) {
+    load_words(words[chunk], from + codes_at, CODES_APART, chunk);
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        more[chunk][lower][half] =
+            STAGED ? scale_and_bias(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
+                   : of.zeros[lower];
+  };
   int before = 0;
-#pragma unroll 1
-  for (int step = 0; step < work.boxes; step++) {
-    const u32 from = shared.stages + turn.slot * STAGE_BYTES;
-    const Besides now = besides;
-    if (SUMMED_TWICE && step + 1 < work.boxes) besides.load(coded, known, step + 1);
+  if (PRELOADED) {
     barrier_wait(shared.full + 8 * turn.slot, turn.parity);
-    u32 words[2][2][WORDS], more[2][2][2];
-    const auto load = [&](int chunk) {
-      load_words(words[chunk], from + codes_at, CODES_APART, chunk);
-#pragma unroll
-      for (int lower = 0; lower < 2; lower++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-          more[chunk][lower][half] =
-              STAGED ? scale_and_bias(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
-                     : now.zeros[lower];
-    };
-    load(0);
-    if (AHEAD) load(1);
+    load(0, shared.stages + turn.slot * STAGE_BYTES, besides);
+    load(1, shared.stages + turn.slot * STAGE_BYTES, besides);
+  }
+#pragma unroll 1
+  for (int step = part.first; step < part.end; step++) {
+    const u32 from = shared.stages + turn.slot * STAGE_BYTES;
+    const bool is_last = step + 1 == part.end;
+    const Besides now = besides;
+    if (SUMMED_TWICE && !is_last) besides.load(coded, known, step + 1);
+    Turn after = turn;
+    after.next();
+    const u32 next_from = shared.stages + after.slot * STAGE_BYTES;
+    if (!PRELOADED) {
+      barrier_wait(shared.full + 8 * turn.slot, turn.parity);
+      load(0, from, now);
+      if (AHEAD) load(1, from, now);
+    }
 #pragma unroll
     for (int chunk = 0; chunk < 2; chunk++) {
-      if (!AHEAD && chunk == 1) load(1);
+      if (!PRELOADED && !AHEAD && chunk == 1) load(1, from, now);
       widen(rows[chunk], words[chunk], more[chunk]);
       const u64 tokens = operand(from + chunk * X_BOX);
       products_begin();
 #pragma unroll
-      for (int k = 0; k < 4; k++) product_of(d, rows[chunk][k], tokens + 2 * k, chunk | k | (SUMMED_TWICE ? 0 : step));
+      for (int k = 0; k < 4; k++)
+        product_of(d, rows[chunk][k], tokens + 2 * k, chunk | k ? 1u : SUMMED_TWICE ? 0u : (u32)(step - part.first));
       products_commit();
+      if (PRELOADED && !is_last) {
+        if (chunk == 0) barrier_wait(shared.full + 8 * after.slot, after.parity);
+        load(chunk, next_from, besides);
+      }
       if (!SUMMED_TWICE) {
         products_wait<1>();
         settled(rows[chunk ^ 1]);
-        if (chunk == 0 && step > 0 && lane == 0) barrier_arrive(shared.empty + 8 * before);
+        if (chunk == 0 && step > part.first && lane == 0) barrier_arrive(shared.empty + 8 * before);
       }
     }
     if (SUMMED_TWICE) {
@@ -244,13 +329,24 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
       for (int i = 0; i < LIVE / 2; i++) sums[SUMMED_TWICE ? i : 0] += d[i] * now.scales[i / 2 % 2];
     }
     before = turn.slot;
-    turn.next();
+    turn = after;
   }
   if (!SUMMED_TWICE) {
     products_wait<0>();
     settled(d);
     settled(rows[1]);
     if (lane == 0) barrier_arrive(shared.empty + 8 * before);
+  }
+  if (EVENLY && part.first > 0) {
+    const Handed handed(partial, flags, blockIdx.x);
+    if constexpr (SUMMED_TWICE) handed.leave(sums);
+    else handed.leave(d);
+    return;
+  }
+  if (EVENLY && part.end < work.boxes) {
+    const Handed handed(partial, flags, blockIdx.x + 1);
+    if constexpr (SUMMED_TWICE) handed.add_to(sums);
+    else handed.add_to(d);
   }
 
   // A token's results lie together on their way to memory.
@@ -299,7 +395,7 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales, const __grid_constant__ Coded coded,
-    const __grid_constant__ Work work) {
+    const __grid_constant__ Work work, float* partial, int* flags) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   __shared__ int owners[2][GROUPS_OF_WARPS][BLOCK_T];
@@ -309,6 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
   shared.stages = (base + 1023) & ~1023u;
   shared.out = shared.stages + STAGES * STAGE_BYTES;
   shared.full = (u32)__cvta_generic_to_shared(barriers);
+  asm volatile("" : "+r"(shared.stages), "+r"(shared.full));  // held, not computed anew for every stage
   shared.empty = shared.full + 8 * STAGES;
   if (EARLY) let_kernel_after_start();
   if (threadIdx.x == 0) {
@@ -329,15 +426,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
   __syncthreads();
   const int tiles = (work.rows + HALF_ROWS - 1) / HALF_ROWS, items = num_real * tiles;
   Turn turn;
+  Share share(items, work.boxes);
+  Part part;
 
   if (threadIdx.x >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHING));
     int filled = 0;
     if (threadIdx.x >= CONSUMERS + GATHERERS) {
       if (threadIdx.x > CONSUMERS + GATHERERS) return;
-      for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int row = __ldcg(work.batch_expert + item / tiles) * (HALVES * work.rows) + item % tiles * HALF_ROWS;
-        for (int step = 0; step < work.boxes; step++) {
+      while (share.take(part)) {
+        const int row = __ldcg(work.batch_expert + part.item / tiles) * (HALVES * work.rows) + part.item % tiles * HALF_ROWS;
+        for (int step = part.first; step < part.end; step++) {
           if (filled >= STAGES) barrier_wait(shared.empty + 8 * turn.slot, turn.parity ^ 1);
           const u32 to = shared.stages + turn.slot * STAGE_BYTES + TOKEN_BYTES, barrier = shared.full + 8 * turn.slot;
           barrier_expect(barrier, FETCHED);
@@ -367,8 +466,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
       if (lane == 0) barrier_arrive(shared.full + 8 * announced.slot);
       announced.next();
     };
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int* const pairs = work.pairs + (i64)(item / tiles) * BLOCK_T;
+    while (share.take(part)) {
+      const int* const pairs = work.pairs + (i64)(part.item / tiles) * BLOCK_T;
       const int live = live_pairs(work, pairs), tokens = multiplied(live);
       u32 places[EACH];  // in units of 16 bytes
 #pragma unroll
@@ -376,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
         const int token = first + 12 * i, pair = token < live ? __ldcg(pairs + token) : 0;
         places[i] = (u32)(pair / work.per_token) * (u32)(work.x_stride / 8);
       }
-      for (int step = 0; step < work.boxes; step++) {
+      for (int step = part.first; step < part.end; step++) {
         if (filled >= STAGES) barrier_wait(shared.empty + 8 * turn.slot, turn.parity ^ 1);
         const int column = step * 128 + chunk * 8;
         const u32 to = shared.stages + turn.slot * STAGE_BYTES;
@@ -408,18 +507,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
   if (EARLY) wait_for_kernel_before();
-  int place = 0;
-  for (int item = blockIdx.x; item < items; item += gridDim.x, place ^= 1) {
-    const int batch = item / tiles, tile = item % tiles, expert = __ldcg(work.batch_expert + batch);
+  for (int place = 0; share.take(part); place ^= 1) {
+    const int batch = part.item / tiles, tile = part.item % tiles, expert = __ldcg(work.batch_expert + batch);
     const int* const pairs = work.pairs + (i64)batch * BLOCK_T;
     const int tokens = multiplied(live_pairs(work, pairs));
     int* const owned = owners[place][threadIdx.x / 128];  // the other one may still be read
     if (threadIdx.x % 128 < BLOCK_T) owned[threadIdx.x % 128] = __ldcg(pairs + threadIdx.x % 128);
-    if (BLOCK_T == 64 && tokens == BLOCK_T / 4)
-      multiply_item<(BLOCK_T == 64 ? BLOCK_T / 4 : BLOCK_T)>(work, coded, shared, turn, expert, tile, owned);
+    if (QUARTERED && tokens == BLOCK_T / 4)
+      multiply_item<(QUARTERED ? BLOCK_T / 4 : BLOCK_T)>(work, coded, shared, turn, expert, tile, part, owned, partial, flags);
     else if (HALVED && tokens == BLOCK_T / 2)
-      multiply_item<(HALVED ? BLOCK_T / 2 : BLOCK_T)>(work, coded, shared, turn, expert, tile, owned);
+      multiply_item<(HALVED ? BLOCK_T / 2 : BLOCK_T)>(work, coded, shared, turn, expert, tile, part, owned, partial, flags);
     else
-      multiply_item<BLOCK_T>(work, coded, shared, turn, expert, tile, owned);
+      multiply_item<BLOCK_T>(work, coded, shared, turn, expert, tile, part, owned, partial, flags);
   }
 }

@@ -19,6 +19,7 @@ from bough.kernels.ahead import forget_after_rehearsals, rehearsed
 from bough.kernels.codes_source import BOX_COLUMNS, CodeForm
 from bough.kernels.cuda_source import CudaKernel, cached_cubin, can_map, current_stream, runs_on, tensor_map
 from bough.kernels.launching import cdiv, num_sms
+from bough.kernels.linear.skinny import SCRATCH
 from bough.kernels.moe.triton import Sorted
 from bough.kernels.packed_linear.decode import DeviceCodes
 from bough.kernels.packed_linear.hopper import besides_codes, form_of
@@ -29,6 +30,9 @@ _SHARED_BYTES: Final = 225 << 10
 """Of a multiprocessor, which has one block."""
 _MOST_STAGES: Final = 8
 _LEAST_STAGES: Final = 3
+_CUT_BOXES: Final = 3
+"""Boxes of 128 columns that a multiprocessor multiplies while the sums of a tile that two of them have go through memory:
+tiles are not cut for less."""
 
 
 class Tile(NamedTuple):
@@ -37,7 +41,11 @@ class Tile(NamedTuple):
     tokens: int
     """16, 32, 64 or 128."""
     groups: int
-    """Of 64 weight rows: a warpgroup each, 2 or 3."""
+    """Of 64 weight rows: a warpgroup each, 2 to 4 (4 with at most 32 tokens)."""
+    evenly: bool = False
+    """Whether the last tiles are cut into equal shares of columns for all multiprocessors."""
+    preloaded: bool = False
+    """Whether codes of a stage leave shared memory while those of the stage before become bf16. At most 32 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,11 @@ class TiledProduct:
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes + self.result_bytes + 1024
 
+    @property
+    def sums(self) -> int:
+        """Of a block, for another one to add."""
+        return 64 * self.tile.groups * self.tile.tokens
+
     def defines(self, gate: int, has_bias: bool) -> Mapping[str, int]:
         return {
             "BLOCK_T": self.tile.tokens,
@@ -92,13 +105,21 @@ class TiledProduct:
             "GATE": gate,
             "BIAS": int(has_bias),
             "EARLY": int(self.halves == 1),
+            "EVENLY": int(self.tile.evenly),
+            "PRELOADED": int(self.tile.preloaded),
+            "CUT_BOXES": _CUT_BOXES,
             **self.form.defines(),
         }
 
 
 _MANY: Final = float("inf")
 _BY_PAIRS: Final[dict[str, tuple[tuple[float, Tile | None], ...]]] = {
-    "float4": ((2.0, None), (28.0, Tile(32, 3)), (70.0, Tile(64, 3)), (_MANY, Tile(128, 3))),
+    "float4": (
+        (2.0, None),
+        (28.0, Tile(32, 3, evenly=True)),
+        (70.0, Tile(64, 3, evenly=True)),
+        (_MANY, Tile(128, 3, evenly=True)),
+    ),
     "float8": ((5.0, None), (28.0, Tile(32, 3)), (230.0, Tile(64, 3)), (_MANY, Tile(128, 2))),
     "int4": ((5.0, None), (28.0, Tile(32, 2)), (230.0, Tile(64, 2)), (_MANY, Tile(128, 2))),
 }
@@ -144,6 +165,15 @@ def load_all(
         list(pool.map(lambda each: cached_cubin(_SOURCE, "sm_90a", each[0].defines(each[1], has_bias)), wanted))
     for cut, gate_number in wanted:
         _kernel(device, cut, gate_number, has_bias)
+        _sums(device, cut)
+
+
+def _sums(device: torch.device, cut: TiledProduct) -> tuple[Tensor | None, Tensor | None]:
+    """Where multiprocessors leave sums for each other, and flags, which are zero between launches."""
+    if not cut.tile.evenly:
+        return None, None
+    blocks = num_sms(device)
+    return SCRATCH.get(device, blocks * cut.sums, blocks * 4 * cut.tile.groups)
 
 
 _ready: dict[tuple[object, ...], bool] = {}
@@ -232,4 +262,5 @@ def product(
     if cut.has_staged_scales:
         scales = tensor_map(weight.scales, BOX_COLUMNS // form.group, cut.half_rows)
     blocks = min(order.num_blocks * cdiv(rows, cut.half_rows), num_sms(device))
-    kernel.launch(blocks, (codes, scales, besides_codes(weight), work), current_stream(device))
+    given = (codes, scales, besides_codes(weight), work, *_sums(device, cut))
+    kernel.launch(blocks, given, current_stream(device))

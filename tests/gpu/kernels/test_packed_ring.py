@@ -221,12 +221,18 @@ def test_experts_agree_with_the_portable_kernels(
 def test_experts_in_tiles_agree_with_the_portable_kernels(
     form: str, num_experts: int, per_token: int, width: int, inner: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows and columns in no whole tiles, experts elsewhere, and one that most tokens choose."""
+    """Rows and columns in no whole tiles, experts elsewhere, and one that most tokens choose; on all multiprocessors,
+    and on few, between which tiles are cut."""
     stacks, clamp = experts_of(form, num_experts, width, inner, biased)
     draw = random.SystemRandom()
     tile = tiles_hopper.Tile(draw.choice((16, 32, 64, 128)), 2 if form.startswith("int4") else draw.choice((2, 3)))
     if form != "float4 groups" and tile.tokens == 128:
         tile = tile._replace(groups=2)
+    elif form == "float4 groups" and tile.tokens <= 32:
+        tile = tile._replace(groups=draw.choice((2, 3, 4)))
+    tile = tile._replace(evenly=draw.choice((False, True)), preloaded=tile.tokens <= 32 and draw.choice((False, True)))
+    if draw.choice((False, True)):
+        monkeypatch.setattr(tiles_hopper, "num_sms", lambda _: 7)
     for tokens in (1, 9, 40, 300):
         x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
         ids = torch.stack([torch.randperm(num_experts + 2, device="cuda")[:per_token] for _ in range(tokens)]).int()
