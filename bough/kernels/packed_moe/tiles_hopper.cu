@@ -17,7 +17,8 @@
 //
 // Given, besides what `codes.cuh` and `experts.cuh` want: GROUPS_OF_WARPS, STAGES, LAG (stages of tokens that are asked for
 // before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu), EVENLY, PRELOADED (whether codes of the next stage are
-// loaded while those of the present one become bf16), CUT_BOXES (boxes that are read in the time in which two blocks add up).
+// loaded while those of the present one become bf16), CUT_BOXES (boxes that are read in the time in which two blocks add up), IN_TURNS (whether warpgroups queue products one after
+// the other: while one's are at work, the others' codes become bf16).
 
 #define PAIRED 1
 #include "hopper.cuh"
@@ -89,6 +90,15 @@ INLINE void settled(u32 (&rows)[4][4]) {
 
 INLINE void meet(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
 
+// One warpgroup's turn to queue products, and the next one's.
+constexpr int TURN_BARRIER = 8;
+INLINE void take_turn() {
+  if (IN_TURNS) meet(TURN_BARRIER + threadIdx.x / 128, 256);
+}
+INLINE void give_turn(int group) {
+  if (IN_TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(TURN_BARRIER + group) : "memory");
+}
+
 INLINE u32 shared_2(u32 at) {
   u16 out;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(at));
@@ -151,6 +161,10 @@ INLINE void load_words(u32 (&words)[2][WORDS], u32 at, u32 apart, int chunk) {
       words[lower][w] = __byte_perm(shared_2(from + lower * apart), shared_2(from + lower * apart + 8), 0x5140);
   }
 }
+
+// `scale_and_bias` in one instruction: 66 is added to the exponent. 0 and what is below the least normal number become 2^-127 to
+// 2^-126, which adds nothing that a sum could hold.
+INLINE u32 raised(u32 scale) { return scale * 0x10001u + 0x21002100u; }
 
 // [step of 16 columns][as the tensor cores want them].
 INLINE void widen(u32 (&rows)[4][4], const u32 (&words)[2][WORDS], const u32 (&more)[2][2]) {
@@ -276,7 +290,7 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
 #pragma unroll
       for (int half = 0; half < 2; half++)
         more[chunk][lower][half] =
-            STAGED ? scale_and_bias(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
+            STAGED ? raised(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
                    : of.zeros[lower];
   };
   int before = 0;
@@ -304,11 +318,13 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
       if (!PRELOADED && !AHEAD && chunk == 1) load(1, from, now);
       widen(rows[chunk], words[chunk], more[chunk]);
       const u64 tokens = operand(from + chunk * X_BOX);
+      take_turn();
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++)
         product_of(d, rows[chunk][k], tokens + 2 * k, chunk | k ? 1u : SUMMED_TWICE ? 0u : (u32)(step - part.first));
       products_commit();
+      give_turn(group + 1 == GROUPS_OF_WARPS ? 0 : group + 1);
       if (PRELOADED && !is_last) {
         if (chunk == 0) barrier_wait(shared.full + 8 * after.slot, after.parity);
         load(chunk, next_from, besides);
@@ -507,6 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
   if (EARLY) wait_for_kernel_before();
+  if (threadIdx.x / 128 == GROUPS_OF_WARPS - 1) give_turn(0);
   for (int place = 0; share.take(part); place ^= 1) {
     const int batch = part.item / tiles, tile = part.item % tiles, expert = __ldcg(work.batch_expert + batch);
     const int* const pairs = work.pairs + (i64)batch * BLOCK_T;

@@ -46,6 +46,8 @@ class Tile(NamedTuple):
     """Whether the last tiles are cut into equal shares of columns for all multiprocessors."""
     preloaded: bool = False
     """Whether codes of a stage leave shared memory while those of the stage before become bf16. At most 32 tokens."""
+    in_turns: bool = False
+    """Whether warpgroups queue products one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class TiledProduct:
             "EARLY": int(self.halves == 1),
             "EVENLY": int(self.tile.evenly),
             "PRELOADED": int(self.tile.preloaded),
+            "IN_TURNS": int(self.tile.in_turns),
             "CUT_BOXES": _CUT_BOXES,
             **self.form.defines(),
         }
@@ -117,8 +120,8 @@ _BY_PAIRS: Final[dict[str, tuple[tuple[float, Tile | None], ...]]] = {
     "float4": (
         (2.0, None),
         (28.0, Tile(32, 3, evenly=True)),
-        (70.0, Tile(64, 3, evenly=True)),
-        (_MANY, Tile(128, 3, evenly=True)),
+        (70.0, Tile(64, 3)),
+        (_MANY, Tile(128, 3)),
     ),
     "float8": ((5.0, None), (28.0, Tile(32, 3)), (230.0, Tile(64, 3)), (_MANY, Tile(128, 2))),
     "int4": ((5.0, None), (28.0, Tile(32, 2)), (230.0, Tile(64, 2)), (_MANY, Tile(128, 2))),
