@@ -183,3 +183,19 @@ def test_one_product_moves_a_code_to_where_bfloat16_has_its_bits() -> None:
                 bits = torch.tensor([moved & 0xFFFF, moved >> 16], dtype=torch.int32).to(torch.uint16)
                 found = bits.view(torch.bfloat16).double() * 2.0**126
                 assert found.tolist() == meant[[low, high]].double().tolist()
+
+
+def test_an_addition_raises_scales_as_a_product_would() -> None:
+    """As the kernel does it: normal scales of either sign up to 2^61 times 2^66; what is smaller stays below 2^-60."""
+    exponents = torch.arange(-126, 62).double()
+    normal = torch.cat([sign * 2.0**exponents * part for sign in (1, -1) for part in (1.0, 1.5)])
+    tiny = torch.tensor([0.0, 2.0**-127, 2.0**-133]).double()
+    for scales, is_tiny in ((normal[normal.abs() <= 2.0**61], False), (tiny, True)):
+        bits = scales.bfloat16().view(torch.int16).long() & 0xFFFF
+        words = bits * 0x10001 + 0x21002100
+        assert bool((words >> 16 & 0xFFFF == words & 0xFFFF).all())
+        low = (words & 0xFFFF).to(torch.int32).to(torch.uint16).view(torch.bfloat16).double()
+        if is_tiny:
+            assert bool((low.abs() <= 2.0**-60).all())
+        else:
+            assert low.tolist() == (scales * 2.0**66).tolist()
