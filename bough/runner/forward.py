@@ -165,6 +165,7 @@ class Forward:
             ranges=pool.ranges,
             shared=shared,
             host=extent.host,
+            lists_fresh=extent.host is None and self.context is None,
             tree=tree,
             lines=lines,
         )
@@ -172,6 +173,7 @@ class Forward:
         spans = media.spans if media is not None else ()
         wrapped = self.measures_scales or self.pool.spreads
         narrows = self.narrows and not wrapped and items is None and at is not None and not whole and not spans
+        narrows &= extent.host is not None or self.context is None
         if narrows and at is not None and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = LastRows(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
@@ -354,7 +356,7 @@ class Forward:
 
 def _is_small(at: Tensor, num_tokens: int, extent: Extent) -> bool:
     """Whether the tokens that are read are few enough to narrow the last layer to them."""
-    return extent.host is not None and len(at) <= num_tokens * TAIL_SHARE
+    return (extent.host is not None or extent.max_query > 1) and len(at) <= num_tokens * TAIL_SHARE
 
 
 def _rows_of(at: Tensor, tensors: StepTensors, inputs: AttentionInputs) -> AttentionInputs:

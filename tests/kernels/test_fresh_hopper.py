@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,8 @@ class Recorded:
         self.tables: list[int | None] = []
         self.others: list[tuple[int, int | None]] = []
         """Windows and sinks."""
+        self.listed: list[tuple[int | None, int | None]] = []
+        """Where the device has listed places."""
 
     def launch(self, blocks: int, arguments: list[object], stream: int) -> None:
         args = arguments[-1]
@@ -107,6 +110,7 @@ class Recorded:
         self.launches.append((blocks, places, numbers))
         self.tables.append(args.table)
         self.others.append((args.window, args.sinks))
+        self.listed.append((args.listed, args.num_listed))
 
 
 @pytest.fixture
@@ -161,6 +165,19 @@ def test_every_stream_has_its_counter(recorded: Recorded, stream: SimpleNamespac
     stream.cuda_stream = 1000
     with pytest.raises(RuntimeError, match="more than 256 streams"):
         attend(q, k, v, ((0, 64),), 0.1, out)
+
+
+@pytest.mark.usefixtures("stream")
+def test_a_launch_has_room_for_all_that_the_device_may_list(recorded: Recorded) -> None:
+    q, k, v, out = tensors(640)
+    few = fresh_hopper.Listed(torch.zeros(6, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 640)
+    many = replace(few, places=torch.zeros(600, 2, dtype=torch.int32))
+    for listed, blocks in ((few, 24), (many, 132)):
+        attend(q, k, v, listed, 0.1, out, window=9)
+        assert recorded.launches[-1][:2] == (blocks, [])
+        assert recorded.listed[-1] == (listed.places.data_ptr(), listed.count.data_ptr())
+    attend(q, k, v, ((0, 640),), 0.1, out)
+    assert recorded.listed[-1] == (None, None)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -252,6 +269,9 @@ def test_windows_and_sinks_are_left_to_the_kernel_alone(recorded: Recorded, monk
     for layer in (replace(LAYER, window=100), replace(LAYER, sinks=sinks), replace(LAYER, window=7, sinks=sinks)):
         assert fresh.suits(layer, q, v)
         assert not fresh.suits(layer, q, v, hopper=False)
+        assert fresh.lists(layer, q, v)
+        assert not fresh.lists(layer, q, v, hopper=False)
+        assert not fresh.lists(replace(layer, chunk=8), q, v)
         assert not fresh.suits(layer, q[:299], v[:299])  # the paged kernel is faster in small steps
         assert not fresh.suits(replace(layer, softcap=3.0), q, v)
         assert fresh.shortest(layer, q, v) == fresh.FRESH_FROM
@@ -324,3 +344,54 @@ def test_the_fresh_rows_of_a_steps_end_are_rotated_by_attention(
     runner.forward_rope(LAYER, q, k, v, torch.zeros(tokens), table, q_norm=torch.ones(64), k_norm=torch.ones(64))
     assert calls[0] == ("rope", tokens)
     assert [name for name, _ in calls[1:]] == ["rotated"]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_listed"),
+    [
+        ({}, True),
+        ({"lists_fresh": False}, False),  # what the rows of other passes are is not known
+        ({"host": HostLengths(np.array([200, 100], np.int32), np.array([7, 0], np.int32))}, False),
+        ({"max_query": 63}, False),
+    ],
+)
+def test_a_graph_attends_to_fresh_rows_that_the_device_lists(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], is_listed: bool
+) -> None:
+    """The paged kernel has all other rows; layers of all kinds share the list."""
+    q, k, v, _ = tensors(384)
+    cache = torch.zeros(40, 16, 2, 64, dtype=torch.bfloat16)
+    inputs = AttentionInputs(
+        query_start_R1=torch.tensor([0, 200, 300]), kv_len_R=torch.tensor([207, 100]), slots_R=torch.arange(2),
+        page_table=torch.zeros(2, 20), loc_T=torch.zeros(384), page_size=16, max_query=384, max_kv=400,
+        k_caches=[cache], v_caches=[cache], lists_fresh=True,
+    )  # fmt: skip
+    planned: list[int] = []
+    attended: list[fresh_hopper.Listed] = []
+    lists: list[int] = []
+
+    def list_fresh(_: AttentionInputs, fresh_from: int) -> fresh_hopper.Listed:
+        lists.append(fresh_from)
+        return fresh_hopper.Listed(torch.zeros(5, 2), torch.zeros(1), 384)
+
+    for module, name, fake in (
+        (fresh, "suits", lambda *_, **__: True),
+        (fresh_hopper, "is_ready", lambda *_, **__: True),
+        (fresh, "attend_listed", lambda *args: attended.append(args[3])),
+        (fresh, "attend_fresh", lambda *_, **__: None),
+        (backend.plan, "plan_rows", lambda *_, fresh_from=2**30, **__: planned.append(fresh_from)),
+        (backend.plan, "list_fresh", list_fresh),
+        (backend.TritonAttention, "_launch", lambda *_: None),
+        (backend, "_decode_shape", lambda *_: backend.DECODE),
+        (backend, "write_kv", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(module, name, fake)
+    runner = backend.TritonAttention(torch.device("cpu"))
+    runner.prepare(replace(inputs, **change))
+    runner.forward(LAYER, q, k, v)
+    runner.forward(replace(LAYER, window=50), q, k, v)
+    assert lists == [fresh.FRESH_FROM] * is_listed
+    assert len(attended) == 2 * is_listed
+    assert all(each is attended[0] for each in attended)
+    if is_listed:
+        assert planned[1::2] == [fresh.FRESH_FROM] * 2

@@ -19,10 +19,13 @@ from bough.kernels.cuda_source import can_map
 
 FRESH_FROM = 64
 """The shortest row that is taken here; shorter ones share one launch of the paged kernel, which fills its tiles better."""
-MASKED_FROM = 4096
+MASKED_FROM = 256
 """The fewest tokens of a step whose fresh rows are taken here where layers have windows or sinks; the paged kernel takes
-those of smaller steps. On an H200, a full and a windowed layer of a gpt-oss-20b take 4.8 ms here with 15,000 tokens
-(there 8.4), 1.9 with 4 rows of 4,000 (3.8) and 1.7 with 64 of 500 (2.9), but 0.54 with 1,000 (0.32)."""
+those of smaller steps. On an H200, a layer of gpt-oss-20b takes 27 us here with 1,000 tokens (there 153), and the whole
+step 17.5 ms instead of 20.9; with 300 tokens it is 16.5 ms, all of it the host's."""
+LISTED_FROM = 256
+"""The fewest tokens of a captured step whose fresh rows are taken here: a graph launches this kernel whether there are such
+rows or not, and in smaller steps the paged kernel takes them no longer than a launch does."""
 CUDNN_FROM = 512
 """The same where every row is a call of its own."""
 
@@ -57,6 +60,12 @@ def shortest(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -
     """
     is_ready = hopper and fresh_hopper.is_ready(q_TNH, v_TKV, window=spec.window, sinks=spec.sinks)
     return FRESH_FROM if is_ready else CUDNN_FROM
+
+
+def lists(spec: Spec, q_TNH: Tensor, v_TKV: Tensor, *, hopper: bool = True) -> bool:
+    """Whether rows that the device alone knows of are attended to here."""
+    enough = hopper and q_TNH.shape[0] >= LISTED_FROM and suits(spec, q_TNH, v_TKV)
+    return enough and fresh_hopper.is_ready(q_TNH, v_TKV, window=spec.window, sinks=spec.sinks)
 
 
 class Unrotated(NamedTuple):
@@ -108,6 +117,19 @@ def attend_fresh(
         padded = padded_length(length)
         q, k, v = (_rows(x, first, length, padded) for x in (q_TNH, k_TKH, v_TKV))
         out_TNV[first : first + length] = _sdpa(q, k, v, scale)[:length]
+
+
+def attend_listed(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKV: Tensor,
+    listed: fresh_hopper.Listed,
+    spec: Spec,
+    out_TNV: Tensor,
+) -> None:
+    """As `attend_fresh`, for rows that the device has listed, in a layer of which `lists` is true."""
+    q, k, v = (each if can_map(each) else each.contiguous() for each in (q_TNH, k_TKH, v_TKV))
+    fresh_hopper.attend(q, k, v, listed, spec.scale, out_TNV, window=spec.window, sinks=spec.sinks)
 
 
 def attend_whole(

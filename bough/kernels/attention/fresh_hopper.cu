@@ -126,6 +126,8 @@ struct Args {
     void *out;           // [T, heads, D]
     const float *table;  // [positions, D]: cosines, then sines, by which queries are rotated; null: they are already
     const float *sinks;  // [heads]
+    const Place *listed;    // tiles of tokens that the device has found; null: those of `places`
+    const int *num_listed;  // how many they are
     int stream;     // which counter is this launch's
     int num_places, heads, heads_per_kv, section;  // `section`: heads that are worked off together
     int out_token;  // elements from one token to the next
@@ -162,13 +164,21 @@ INLINE int last_block(const Args &args, const Tile &tile) {
     return WINDOWED ? max(tile.number * M - args.window + 1, 0) / N : 0;
 }
 
-INLINE int num_tiles(const Args &args) { return args.num_places * (args.heads / CTAS); }
+INLINE int num_places(const Args &args) { return args.listed ? __ldcg(args.num_listed) : args.num_places; }
+
+INLINE int num_tiles(const Args &args) { return num_places(args) * (args.heads / CTAS); }
+
+INLINE Place place_at(const Args &args, int index) {
+    if (!args.listed) return args.places[index];
+    const uint2 both = __ldcg((const uint2 *)args.listed + index);
+    return {(int)both.x, (unsigned short)(both.y & 0xffff), (unsigned short)(both.y >> 16)};
+}
 
 INLINE Tile tile_at(const Args &args, int index) {
     if (index >= num_tiles(args)) return {0, 0, 0, 0};
-    int width = args.section / CTAS, per_section = args.num_places * width;
+    int width = args.section / CTAS, per_section = num_places(args) * width;
     int section = index / per_section, rest = index % per_section;
-    const Place &place = args.places[rest / width];
+    const Place place = place_at(args, rest / width);
     return {place.first, place.number, place.tokens, (section * width + rest % width) * CTAS + int(rank_in_cluster())};
 }
 

@@ -1,7 +1,8 @@
 """Causal attention of fresh rows on Hopper, ragged, in one launch: the kernel is `fresh_hopper.cu`, this is its door.
 
 A step's rows are cut into tiles once; every layer then works the same tiles off. The list of tiles is a parameter of the
-launch: nothing is uploaded, and nothing waits.
+launch: nothing is uploaded, and nothing waits. In a captured graph, whose rows are known on the device alone, the tiles are
+listed there (`plan.list_fresh`), and a launch has room for all that there may be.
 """
 
 from __future__ import annotations
@@ -58,12 +59,16 @@ class _Args(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("listed", ctypes.c_void_p),
+        ("num_listed", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("stream", "num_places", "heads", "heads_per_kv", "section", "out_token")),
         ("window", ctypes.c_int),
         ("scale", ctypes.c_float),
         ("places", Place * PLACES),
     )
     num_places: int
+    listed: int | None
+    num_listed: int | None
     places: ctypes.Array[Place]
 
 
@@ -77,6 +82,18 @@ class Tiles:
     """The last row ends there."""
     longest: int
     """Tokens of the longest row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The same, found by the device."""
+
+    places: Tensor
+    """int32 [most places, 2]: `Place`s, those with the most work first."""
+    count: Tensor
+    """int32 [1]: how many of them there are."""
+    longest: int
+    """No row has more tokens."""
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +140,7 @@ def attend(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
-    rows: Rows,
+    rows: Rows | Listed,
     scale: float,
     out_TNH: Tensor,
     cos_sin_PR: Tensor | None = None,
@@ -136,12 +153,13 @@ def attend(
     `window` and `sinks` are those of `AttentionSpec`. With `cos_sin_PR`, which it `can_rotate` by, the queries are not
     rotated yet: those of a row are at positions 0, 1, ...
     """
-    tiles, device = cut(rows), q_TNH.device
+    tiles, device = rows if isinstance(rows, Listed) else cut(rows), q_TNH.device
     if cos_sin_PR is not None and tiles.longest > cos_sin_PR.shape[0]:
         raise ValueError(f"a row of {tiles.longest} tokens can't be rotated to {cos_sin_PR.shape[0]} positions")
     num_tokens, heads, head_dim = q_TNH.shape
-    if tiles.tokens > num_tokens or out_TNH.stride(1) != head_dim or out_TNH.stride(0) % 8 or out_TNH.data_ptr() % 16:
-        raise ValueError(f"rows up to token {tiles.tokens} into {tuple(out_TNH.shape)} with strides {out_TNH.stride()}")
+    end = num_tokens if isinstance(tiles, Listed) else tiles.tokens
+    if end > num_tokens or out_TNH.stride(1) != head_dim or out_TNH.stride(0) % 8 or out_TNH.data_ptr() % 16:
+        raise ValueError(f"rows up to token {end} into {tuple(out_TNH.shape)} with strides {out_TNH.stride()}")
     kv_heads, pair = k_TKH.shape[1], _in_pairs(q_TNH, k_TKH)
     loaded = _loaded(device, Form(q_TNH.dtype, head_dim, pair, sinks is not None, window is not None))
     share = TILE // (1 + pair)
@@ -154,6 +172,10 @@ def attend(
         section=section(tiles.longest, heads, kv_heads, head_dim, loaded.cache_bytes), out_token=out_TNH.stride(0),
         scale=scale * math.log2(math.e),
     )  # fmt: skip
+    if isinstance(tiles, Listed):
+        args.listed, args.num_listed = tiles.places.data_ptr(), tiles.count.data_ptr()
+        loaded.kernel.launch(min(loaded.most_blocks, len(tiles.places) * heads), [*maps, args], stream)
+        return
     for places in tiles.launches:
         args.num_places = len(places) // ctypes.sizeof(Place)
         ctypes.memmove(args.places, places, len(places))

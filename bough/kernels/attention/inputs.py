@@ -238,6 +238,8 @@ class AttentionInputs:
     """None: nothing is shared, and no shared kernel runs."""
     host: HostLengths | None = None
     """None in a captured graph."""
+    lists_fresh: bool = False
+    """Without `host`: rows without context may be found by the device, and attended to without pages."""
     k_scales: Sequence[float] = field(default=())
     """By layer: the cache holds k / k_scale. Empty: 1."""
     v_scales: Sequence[float] = field(default=())

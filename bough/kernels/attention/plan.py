@@ -21,8 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bough.kernels.attention.fresh_hopper import TILE, Listed
 from bough.kernels.attention.inputs import AttentionInputs
-from bough.kernels.launching import Launcher, num_sms, wait
+from bough.kernels.launching import Launcher, cdiv, num_sms, power_of_two, wait
 
 # Fields of a tile: rows of `Plan.tiles`.
 START = tl.constexpr(0)
@@ -628,6 +629,38 @@ def plan_rows(
         num_warps=8,
     )
     return plan
+
+
+@triton.jit(do_not_specialize=["R", "fresh_from"])
+def _list_kernel(query_start, kv_len, places, count, R, fresh_from, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program n lists the tiles that are the n-th of their rows, behind all that are later ones of theirs."""
+    number = tl.program_id(0)
+    row = tl.arange(0, BLOCK)
+    inside = row < R
+    first = tl.load(query_start + row, mask=inside, other=0)
+    query = tl.load(query_start + row + 1, mask=inside, other=0) - first
+    context = tl.load(kv_len + row, mask=inside, other=0) - query
+    tiles = tl.where(inside & (context == 0) & (query >= fresh_from), (query + ROWS - 1) // ROWS, 0)
+    mine = tiles > number
+    place = tl.sum(tl.maximum(tiles - 1 - number, 0), 0) + tl.cumsum(mine.to(tl.int32), 0) - 1
+    tokens = tl.minimum(query - number * ROWS, ROWS)
+    tl.store(places + 2 * place, first, mask=mine)
+    tl.store(places + 2 * place + 1, tokens * 65536 + number, mask=mine)
+    if number == 0:
+        tl.store(count, tl.sum(tiles, 0))
+
+
+def list_fresh(inputs: AttentionInputs, fresh_from: int) -> Listed:
+    """The tiles of rows without context that have at least `fresh_from` (one or more) tokens."""
+    device, rows = inputs.kv_len_R.device, inputs.num_rows
+    longest = min(inputs.max_query, inputs.num_tokens)
+    most = inputs.num_tokens // TILE + min(rows, inputs.num_tokens // fresh_from)
+    places = torch.empty((max(1, most), 2), dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    _list_kernel[(max(1, cdiv(longest, TILE)),)](
+        inputs.query_start_R1, inputs.kv_len_R, places, count, rows, fresh_from, ROWS=TILE, BLOCK=power_of_two(rows, 16)
+    )
+    return Listed(places, count, longest)
 
 
 def plan_chain(inputs: AttentionInputs, kind: Kind, shape: Shape, kv_len_PR: Tensor) -> list[Plan] | None:

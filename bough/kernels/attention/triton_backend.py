@@ -15,6 +15,7 @@ from bough.kernels.attention import (
     decode_hopper,
     expanded,
     fresh,
+    fresh_hopper,
     latent,
     latent_hopper,
     plan,
@@ -90,6 +91,8 @@ class _Prepared:
     """From this token on there are no others."""
     long: list[expanded.LongRow]
     """Rows with a context of which keys and values are made (latents)."""
+    listed: fresh_hopper.Listed | None = None
+    """Rows like `fresh` that the device alone knows; None: the host knows them."""
     just_planned: bool = True
     places: expanded.Places = field(default_factory=dict)
     """Of those rows' tokens, once a layer has worked them out."""
@@ -322,7 +325,7 @@ class TritonAttention:
     ) -> Tensor:
         """`later`: the queries of all tokens, to be rotated where `q`, which is rotated, ends: there all rows are fresh."""
         inputs = self._of_layer(spec)
-        if prepared.fresh:
+        if prepared.fresh or prepared.listed is not None:
             k_TKH, v_TKH = _as_cached(inputs, spec, k_TKH, v_TKH)
         if not prepared.rows and prepared.shared is None:
             lengths = {length for _, length in prepared.fresh}
@@ -334,6 +337,9 @@ class TritonAttention:
                 ).flatten(1)  # fmt: skip
         out = torch.empty((inputs.num_tokens, spec.num_heads, spec.v_width), dtype=q.dtype, device=q.device)
         self._launch(spec, inputs, prepared, q, out)
+        if prepared.listed is not None:
+            fresh.attend_listed(q, k_TKH, v_TKH, prepared.listed, spec, out)
+            return out.flatten(1)
         rows = prepared.fresh
         if later is not None:
             rest = [row for row in rows if row[0] >= len(q)]
@@ -480,13 +486,28 @@ class TritonAttention:
                 long_from = _NEVER if inputs.shared is not None else expanded.LONG_FROM
         elif inputs.host is not None and v is not None and fresh.suits(spec, q, v, hopper=self._hopper):
             fresh_from = fresh.shortest(spec, q, v, hopper=self._hopper)
+        elif v is not None and _may_list(inputs, spec, q, v) and fresh.lists(spec, q, v, hopper=self._hopper):
+            fresh_from = fresh.FRESH_FROM
         key = (kind, fresh_from, v_width)
         found = self._prepared.get(key)
         if found is None:
             width = spec.head_dim if spec.latent else power_of_two(spec.head_dim, 16) + power_of_two(v_width, 16)
             token = TokenBytes(width * q.dtype.itemsize, spec.latent)
             found = self._prepared[key] = _plan_step(inputs, kind, token, fresh_from, long_from)
+            if inputs.host is None and fresh_from != _NEVER:
+                found.listed = self._list(inputs, fresh_from)
         return found
+
+    def _list(self, inputs: AttentionInputs, fresh_from: int) -> fresh_hopper.Listed:
+        """Of a step: all kinds of layers share it."""
+        before = (each.listed for each in self._prepared.values() if each.listed is not None)
+        return next(before, None) or plan.list_fresh(inputs, fresh_from)
+
+
+def _may_list(inputs: AttentionInputs, spec: Spec, q: Tensor, v: Tensor) -> bool:
+    """Whether the device may list rows without context, whose keys and values are at hand."""
+    known = inputs.lists_fresh and inputs.host is None and inputs.tree is None and not spec.latent
+    return known and inputs.max_query >= fresh.FRESH_FROM and len(q) == len(v) == inputs.num_tokens
 
 
 def _kind_of(spec: Spec) -> Kind:

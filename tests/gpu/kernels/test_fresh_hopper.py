@@ -11,6 +11,8 @@ from triton_cases.bed import pairwise
 
 from bough.kernels.attention import fresh
 from bough.kernels.attention.fresh_hopper import PLACES, SOURCE, Form, Rows, attend, can_rotate, defines, suits
+from bough.kernels.attention.inputs import AttentionInputs
+from bough.kernels.attention.plan import list_fresh
 from bough.kernels.cuda_source import cached_cubin
 from bough.kernels.rotary import reference as rotary_reference
 
@@ -201,6 +203,48 @@ def test_graphs_and_launches_alternate_on_one_stream() -> None:
         graph.replay()
         assert_close(outs[0], want_long)
         assert_close(outs[1][:1364], want_short[:1364])
+
+
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(8, 2, 128), (64, 8, 64), (3, 3, 64)])
+def test_a_graph_serves_whatever_rows_the_device_lists(heads: int, kv: int, dim: int) -> None:
+    """Also none, and rows with a context between them, which stay as they are."""
+    tokens, most_rows = 1280, 64
+    q, k, v = made(tokens, heads=heads, kv=kv, dim=dim)
+    sinks = torch.randn(heads, device="cuda")
+    start, kv_len = (torch.zeros(most_rows + more, dtype=torch.int32, device="cuda") for more in (1, 0))
+    inputs = AttentionInputs(
+        query_start_R1=start, kv_len_R=kv_len, slots_R=kv_len, page_table=kv_len[None], page_size=64,
+        loc_T=torch.zeros(tokens, dtype=torch.int64, device="cuda"), max_query=tokens, max_kv=4096, k_caches=[], v_caches=[],
+    )  # fmt: skip
+    out = torch.empty(q.shape, device="cuda", dtype=q.dtype)
+
+    def run() -> None:
+        attend(q, k, v, list_fresh(inputs, 64), dim**-0.5, out, window=100, sinks=sinks)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    for lengths, contexts in (
+        ([1000], [0]), ([], []), ([64, 300, 500], [0, 0, 0]), ([1, 128, 70, 1000], [9, 0, 5, 0]), ([20] * 64, [0] * 64),
+        ([1280], [0]), ([1280], [3]),
+    ):  # fmt: skip
+        starts = np.cumsum([0, *lengths])
+        start.copy_(torch.from_numpy(np.pad(starts, (0, most_rows + 1 - len(starts)), constant_values=starts[-1])))
+        kv_len.zero_()
+        kv_len[: len(lengths)] = torch.tensor(lengths, device="cuda") + torch.tensor(contexts, device="cuda")
+        out.fill_(7.0)
+        graph.replay()
+        rows = [(int(s), n) for s, n, c in zip(starts, lengths, contexts, strict=False) if n >= 64 and c == 0]
+        want = expected(q, k, v, tuple(rows), 100, sinks)
+        mine = ~want[:, 0, 0].isnan()
+        assert (out[~mine] == 7.0).all()
+        if rows:
+            assert_close(out[mine], want[mine])
 
 
 def test_streams_do_not_take_each_others_tiles() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from bough.kernels.attention import (
+    fresh_hopper,
     plan as planning,
 )
 from bough.kernels.attention.inputs import (
@@ -27,6 +28,37 @@ def plan_cases(bed: Bed) -> Cases:
         yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
     for count, passes, longest in bed.cover((1, 5, 64, 100), (1, 4), (100, 9000)):
         yield f"plan {passes} passes of {count} rows up to {longest}", partial(_chain, bed, count, passes, longest)
+    for count, room in bed.cover((1, 8, 64, 500), (0, 400)):
+        yield f"list fresh ones of {count} rows", partial(_listed, bed, count, room)
+
+
+def _listed(bed: Bed, count: int, room: int) -> None:
+    """Tiles of fresh rows as the device lists them, against those that the host cuts. `room`: tokens beyond the rows'."""
+    rng, fresh_from = bed.rng, 64
+    lengths = [rng.choice((0, 1, 63, 64, 128, 129, rng.randrange(1, 1000 // min(count, 8)))) for _ in range(count)]
+    contexts = [rng.choice((0, 0, 17)) for _ in lengths]
+    start = np.concatenate(([0], np.cumsum(lengths))).tolist()
+    rows = [
+        (first, n) for first, n, before in zip(start, lengths, contexts, strict=False) if n >= fresh_from > before == 0
+    ]
+    inputs = AttentionInputs(
+        query_start_R1=bed.ints(start),
+        kv_len_R=bed.ints([n + before for n, before in zip(lengths, contexts, strict=True)]),
+        slots_R=bed.ints(range(count)),
+        page_table=bed.ints([[0]]),
+        loc_T=bed.ints([0] * (start[-1] + room), torch.int64),
+        page_size=64,
+        max_query=max(*lengths, 64) + room,
+        max_kv=2000,
+        k_caches=[],
+        v_caches=[],
+    )
+    listed = planning.list_fresh(inputs, fresh_from)
+    launches = fresh_hopper.cut(tuple(rows)).launches if rows else ()
+    want = np.frombuffer(b"".join(launches), np.int32).reshape(-1, 2)
+    assert int(listed.count) == len(want) <= len(listed.places)
+    assert listed.places[: len(want)].tolist() == want.tolist()
+    assert listed.longest >= max((n for _, n in rows), default=0)
 
 
 def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
