@@ -54,16 +54,17 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 @pytest.mark.parametrize(
     ("per_expert", "activation", "dtype", "taken"),
     [
-        (1, "silu", torch.bfloat16, False),
+        (0.5, "silu", torch.bfloat16, False),
+        (1, "silu", torch.bfloat16, True),
         (40, "silu", torch.bfloat16, True),
         (40, "gelu_tanh", torch.bfloat16, False),
         (40, "silu", torch.float16, False),
     ],
 )
-def test_whom_it_serves(per_expert: int, activation: str, dtype: torch.dtype, taken: bool) -> None:
+def test_whom_it_serves(per_expert: float, activation: str, dtype: torch.dtype, taken: bool) -> None:
     x = torch.zeros(4, WIDTH, dtype=dtype)
     gate_up, down = stacked(2 * INNER, WIDTH), stacked(WIDTH, INNER)
-    pairs = EXPERTS * per_expert
+    pairs = int(EXPERTS * per_expert)
     assert tiles_hopper.suits(x, gate_up, down, EXPERTS, pairs, activation, None, has_bias=False) is taken
 
 
@@ -199,3 +200,49 @@ def test_an_addition_raises_scales_as_a_product_would() -> None:
             assert bool((low.abs() <= 2.0**-60).all())
         else:
             assert low.tolist() == (scales * 2.0**66).tolist()
+
+
+def test_tokens_are_gathered_in_the_order_in_which_matrices_bring_codes() -> None:
+    """Lane l of a quad is given bytes 4 l to 4 l + 3 of 16; tensor cores multiply its first two values with columns 2 l and
+    2 l + 1 of the tokens, and its others with those eight columns further on."""
+    gathered = [-1] * 64  # by place in a token's line of 64: the column that lies there
+    for chunk in range(8):  # eight columns, which a thread copies in pairs
+        for pair in range(4):
+            at = (chunk & 6) * 16 + chunk % 2 * 8
+            to = (at ^ 16 if pair % 2 else at) + pair // 2 * 4
+            gathered[to // 2 : to // 2 + 2] = [8 * chunk + 2 * pair, 8 * chunk + 2 * pair + 1]
+    assert sorted(gathered) == list(range(64))
+    for step in range(4):
+        line = gathered[16 * step : 16 * step + 16]
+        for lane in range(4):
+            stored = [16 * step + 4 * lane + byte for byte in range(4)]
+            word = [stored[place] for place in (0, 2, 1, 3)]  # as 0x3120 permutes bytes
+            assert [line[2 * lane], line[2 * lane + 1]] == word[0::2]
+            assert [line[2 * lane + 8], line[2 * lane + 9]] == word[1::2]
+
+
+@pytest.mark.parametrize(("half_bytes", "halves"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+def test_lanes_name_the_rows_and_pieces_that_threads_are_given(half_bytes: bool, halves: int) -> None:
+    """The addresses of `ldmatrix` against those that each thread would load from itself: rows of 64 or 128 bytes, whose
+    pieces of 16 are swizzled."""
+    row_bytes, words = (64, 2) if half_bytes else (128, 4)
+    apart = 96 * row_bytes if halves == 2 else 8 * row_bytes
+
+    def swizzle(row: int) -> int:
+        return row // 2 % 4 if half_bytes else row % 8
+
+    def address(lane: int, chunk: int, call: int) -> int:
+        named, piece = first_of_warp + lane % 8, lane // 8 % 2 if half_bytes else lane // 8
+        at = named * row_bytes + (piece ^ swizzle(named)) * 16 + (lane // 16 * apart if half_bytes else 0)
+        return (at ^ (chunk * words * 16)) + call * apart
+
+    for first_of_warp in (0, 8, 40):
+        for chunk in range(2):
+            for lower in range(2):
+                for w in range(words):
+                    call, matrix = (0, 2 * lower + w) if half_bytes else (lower, w)
+                    for row in range(8):  # given to lanes 4 * row to 4 * row + 3
+                        own = first_of_warp + row
+                        piece = chunk * words + w
+                        want = own * row_bytes + (piece ^ swizzle(own)) * 16 + lower * apart
+                        assert address(8 * matrix + row, chunk, call) == want

@@ -15,10 +15,14 @@
 // In a step of 16 columns a thread has, of rows r and r + 8, columns 2 q and 2 q + 1 of each eight: two bytes at a time. With
 // two halves, row r + 8 of a warp is the other half's row r, so that a thread has what is gated together.
 //
+// With MATRICES a thread has columns 4 q to 4 q + 3 instead, which `ldmatrix` brings for 16 columns at once, and scales come the
+// same way. What is multiplied with what is then a matter of the tokens: they are gathered with columns 4 i + 2 and 4 i + 3 of
+// 16 behind all others.
+//
 // Given, besides what `codes.cuh` and `experts.cuh` want: GROUPS_OF_WARPS, STAGES, LAG (stages of tokens that are asked for
-// before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu), EVENLY, PRELOADED (whether codes of the next stage are
-// loaded while those of the present one become bf16), CUT_BOXES (boxes that are read in the time in which two blocks add up), IN_TURNS (whether warpgroups queue products one after
-// the other: while one's are at work, the others' codes become bf16).
+// before the first is waited for), HALVES, BIAS, EARLY (as of hopper.cu), EVENLY, CUT_BOXES (boxes that are read in the time in
+// which two blocks add up), PRELOADED (whether codes of the next stage are loaded while those of the present one become bf16),
+// MATRICES.
 
 #define PAIRED 1
 #include "hopper.cuh"
@@ -46,6 +50,7 @@ constexpr int MOST_REGISTERS = ((GROUPS_OF_WARPS + 1) * STARTED - FETCHING) / GR
 constexpr int MULTIPLYING = MOST_REGISTERS < 240 ? MOST_REGISTERS : 240;
 
 static_assert(GROUPS_OF_WARPS > 1 && TILES == 1 && (KIND != FLOAT4 || SCALED_ONCE || GROUP == 0), "");
+static_assert(!MATRICES || BLOCK_T <= 32, "more tokens take longer to gather in pairs");
 static_assert(LAG < STAGES, "what is waited for must have been announced");
 
 #define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -89,15 +94,6 @@ INLINE void settled(u32 (&rows)[4][4]) {
 }
 
 INLINE void meet(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-
-// One warpgroup's turn to queue products, and the next one's.
-constexpr int TURN_BARRIER = 8;
-INLINE void take_turn() {
-  if (IN_TURNS) meet(TURN_BARRIER + threadIdx.x / 128, 256);
-}
-INLINE void give_turn(int group) {
-  if (IN_TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(TURN_BARRIER + group) : "memory");
-}
 
 INLINE u32 shared_2(u32 at) {
   u16 out;
@@ -162,9 +158,38 @@ INLINE void load_words(u32 (&words)[2][WORDS], u32 at, u32 apart, int chunk) {
   }
 }
 
+// The same by `ldmatrix`. at: of this lane's row and piece, where those of the second row come from the upper 16 lanes if codes
+// are halves of bytes.
+INLINE void load_words_as_matrices(u32 (&words)[2][WORDS], u32 at, u32 apart, int chunk) {
+  u32 found[2][4];
+#pragma unroll
+  for (int i = 0; i < WORDS / 2; i++)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found[i][0]), "=r"(found[i][1]), "=r"(found[i][2]), "=r"(found[i][3])
+                 : "r"((at ^ (chunk * WORDS * 16)) + i * apart));
+#pragma unroll
+  for (int lower = 0; lower < 2; lower++)
+#pragma unroll
+    for (int w = 0; w < WORDS; w++)
+      words[lower][w] = __byte_perm(HALF_BYTES ? found[0][2 * lower + w] : found[lower][w % 4], 0, 0x3120);
+}
+
 // `scale_and_bias` in one instruction: 66 is added to the exponent. 0 and what is below the least normal number become 2^-127 to
 // 2^-126, which adds nothing that a sum could hold.
 INLINE u32 raised(u32 scale) { return scale * 0x10001u + 0x21002100u; }
+
+// Scales of 64 columns, two rows: [row][32 columns]. at: of eight rows' scales, of the first 32 columns in even lanes and of the
+// others in odd ones; those of the second rows come from lanes 8 to 15.
+INLINE void load_scales_as_matrices(u32 (&more)[2][2], u32 at) {
+  u32 found[2];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(found[0]), "=r"(found[1]) : "r"(at));
+#pragma unroll
+  for (int lower = 0; lower < 2; lower++) {
+    const u32 both = found[lower] + 0x21002100u;
+    more[lower][0] = __byte_perm(both, 0, 0x1010);
+    more[lower][1] = __byte_perm(both, 0, 0x3232);
+  }
+}
 
 // [step of 16 columns][as the tensor cores want them].
 INLINE void widen(u32 (&rows)[4][4], const u32 (&words)[2][WORDS], const u32 (&more)[2][2]) {
@@ -263,7 +288,13 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
   const int swizzle = HALF_BYTES ? first / 2 % 4 : first % 8;
   const u32 codes_at = TOKEN_BYTES + first * W_ROW_BYTES + swizzle * 16 + 2 * q;
   const u32 scales_at = TOKEN_BYTES + HALVES * W_BOX + 2 * first;
+  // Of the matrices that this lane names a row of.
+  const int named = first - lane / 4 + lane % 8, piece = HALF_BYTES ? lane / 8 % 2 : lane / 8;
   constexpr u32 CODES_APART = HALVES == 2 ? W_BOX : 8 * W_ROW_BYTES, SCALES_APART = HALVES == 2 ? SCALE_BOX : 16;
+  const u32 matrices_at = TOKEN_BYTES + named * W_ROW_BYTES + ((piece ^ (HALF_BYTES ? named / 2 % 4 : named % 8)) * 16) +
+                          (HALF_BYTES ? lane / 16 * CODES_APART : 0);
+  const u32 scale_matrices_at = TOKEN_BYTES + HALVES * W_BOX + 2 * (first - lane / 4) + lane / 8 % 2 * SCALES_APART +
+                                lane % 2 * (2 * HALF_ROWS);
   const int n = tile * HALF_ROWS + first;  // of a half
   const i64 above = (i64)expert * (HALVES * work.rows);
   const i64 rows_of[2] = {above + n, above + n + (HALVES == 2 ? work.rows : 8)};
@@ -284,14 +315,18 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
   for (int i = 0; i < (SUMMED_TWICE ? LIVE / 2 : 1); i++) sums[i] = 0.0f;
   u32 rows[2][4][4], words[2][2][WORDS], more[2][2][2];
   const auto load = [&](int chunk, u32 from, const Besides& of) {
-    load_words(words[chunk], from + codes_at, CODES_APART, chunk);
+    if (MATRICES) load_words_as_matrices(words[chunk], from + matrices_at, CODES_APART, chunk);
+    else load_words(words[chunk], from + codes_at, CODES_APART, chunk);
+    if (MATRICES && STAGED)
+      load_scales_as_matrices(more[chunk], from + scale_matrices_at + 2 * chunk * (2 * HALF_ROWS));
+    else
 #pragma unroll
-    for (int lower = 0; lower < 2; lower++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
+      for (int i = 0; i < 4; i++) {
+        const int lower = i / 2, half = i % 2;
         more[chunk][lower][half] =
             STAGED ? raised(shared_2(from + scales_at + lower * SCALES_APART + (2 * chunk + half) * (2 * HALF_ROWS)))
                    : of.zeros[lower];
+      }
   };
   int before = 0;
   if (PRELOADED) {
@@ -318,13 +353,11 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
       if (!PRELOADED && !AHEAD && chunk == 1) load(1, from, now);
       widen(rows[chunk], words[chunk], more[chunk]);
       const u64 tokens = operand(from + chunk * X_BOX);
-      take_turn();
       products_begin();
 #pragma unroll
       for (int k = 0; k < 4; k++)
         product_of(d, rows[chunk][k], tokens + 2 * k, chunk | k ? 1u : SUMMED_TWICE ? 0u : (u32)(step - part.first));
       products_commit();
-      give_turn(group + 1 == GROUPS_OF_WARPS ? 0 : group + 1);
       if (PRELOADED && !is_last) {
         if (chunk == 0) barrier_wait(shared.full + 8 * after.slot, after.parity);
         load(chunk, next_from, besides);
@@ -409,6 +442,14 @@ INLINE void multiply_item(const Work& work, const Coded& coded, const Shared& sh
   }
 }
 
+// Eight of a token's columns, in pairs. bytes: of a pair that are there.
+INLINE void copy_pairs(u32 at, const uint4* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%2], 4, %3;\n"
+               "cp.async.ca.shared.global [%1], [%2 + 4], 4, %3;\n"
+               "cp.async.ca.shared.global [%0 + 4], [%2 + 8], 4, %3;\n"
+               "cp.async.ca.shared.global [%1 + 4], [%2 + 12], 4, %3;" ::"r"(at), "r"(at ^ 16), "l"(from), "r"(bytes));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap scales, const __grid_constant__ Coded coded,
     const __grid_constant__ Work work, float* partial, int* flags) {
@@ -474,7 +515,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
     constexpr int EACH = (BLOCK_T + GATHERERS / 8 - 1) / (GATHERERS / 8);
     static_assert(GATHERERS / 8 == 12, "every second token of a thread has the same swizzle");
     const int thread = threadIdx.x - CONSUMERS, chunk = thread % 8, first = thread / 8, lane = threadIdx.x % 32;
-    const u32 even = first * ROW_BYTES + (chunk ^ (first % 8)) * 16, odd = even ^ 64;
+    // With MATRICES eight columns go to two places: pairs of them in turns to the first and the second half of 16.
+    const int place = MATRICES ? chunk & 6 : chunk;
+    const u32 even = first * ROW_BYTES + (place ^ (first % 8)) * 16 + (MATRICES ? chunk % 2 * 8 : 0), odd = even ^ 64;
+    constexpr int COPIED = MATRICES ? 4 : 16;
     Turn announced;
     const auto announce = [&] {
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -496,13 +540,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
         const int column = step * 128 + chunk * 8;
         const u32 to = shared.stages + turn.slot * STAGE_BYTES;
         const uint4* const x = (const uint4*)work.x + column / 8;
-        const int one = column < work.depth ? 16 : 0, other = column + 64 < work.depth ? 16 : 0;
+        const int one = column < work.depth ? COPIED : 0, other = column + 64 < work.depth ? COPIED : 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
           const int token = first + 12 * i;
           if (token < tokens) {
             const u32 at = to + (i % 2 ? odd : even) + i * (12 * ROW_BYTES);
             const uint4* const from = x + places[i];
+            if (MATRICES) {
+              copy_pairs(at, from, token < live ? one : 0);
+              copy_pairs(at + X_BOX, from + 8, token < live ? other : 0);
+              continue;
+            }
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(token < live ? one : 0));
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at + X_BOX), "l"(from + 8),
                          "r"(token < live ? other : 0));
@@ -523,7 +572,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) coded_tiles(
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING));
   if (EARLY) wait_for_kernel_before();
-  if (threadIdx.x / 128 == GROUPS_OF_WARPS - 1) give_turn(0);
   for (int place = 0; share.take(part); place ^= 1) {
     const int batch = part.item / tiles, tile = part.item % tiles, expert = __ldcg(work.batch_expert + batch);
     const int* const pairs = work.pairs + (i64)batch * BLOCK_T;

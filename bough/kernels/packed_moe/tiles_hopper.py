@@ -46,8 +46,9 @@ class Tile(NamedTuple):
     """Whether the last tiles are cut into equal shares of columns for all multiprocessors."""
     preloaded: bool = False
     """Whether codes of a stage leave shared memory while those of the stage before become bf16. At most 32 tokens."""
-    in_turns: bool = False
-    """Whether warpgroups queue products one after the other."""
+    matrices: bool = False
+    """Whether codes and scales leave shared memory by `ldmatrix`, for which tokens are gathered two columns at a time. At
+    most 32 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class TiledProduct:
             "EARLY": int(self.halves == 1),
             "EVENLY": int(self.tile.evenly),
             "PRELOADED": int(self.tile.preloaded),
-            "IN_TURNS": int(self.tile.in_turns),
+            "MATRICES": int(self.tile.matrices),
             "CUT_BOXES": _CUT_BOXES,
             **self.form.defines(),
         }
@@ -118,20 +119,27 @@ class TiledProduct:
 _MANY: Final = float("inf")
 _BY_PAIRS: Final[dict[str, tuple[tuple[float, Tile | None], ...]]] = {
     "float4": (
-        (2.0, None),
-        (28.0, Tile(32, 3, evenly=True)),
+        (0.7, None),
+        (18.0, Tile(32, 4, evenly=True, matrices=True)),
+        (28.0, Tile(32, 3, evenly=True, matrices=True)),
         (70.0, Tile(64, 3)),
         (_MANY, Tile(128, 3)),
     ),
-    "float8": ((5.0, None), (28.0, Tile(32, 3)), (230.0, Tile(64, 3)), (_MANY, Tile(128, 2))),
+    "float8": (
+        (5.0, None),
+        (28.0, Tile(32, 3, preloaded=True, matrices=True)),
+        (230.0, Tile(64, 3)),
+        (_MANY, Tile(128, 2)),
+    ),
     "int4": ((5.0, None), (28.0, Tile(32, 2)), (230.0, Tile(64, 2)), (_MANY, Tile(128, 2))),
 }
 """By kind of codes: up to this mean number of pairs of an expert, this tile; None: `hopper` is faster. INT4 was not timed.
 
-Microseconds of a layer on an H200, the best tile beside the best of the other kernels. MXFP4, 32 experts of 2880 x 2880: 1
-pair 131 and 129, 3 pairs 186 and 197, 8 192 and 241, 12 197 and 270, 25 212 and 462, 38 295 and 717, 125 496 and 1,464,
-500 1,551 and 2,383. Blocks of FP8, 128 experts of 2048 x 768: 4 pairs 206 and 189, 6 209 and 220, 12 210 and 316, 62 338
-and 551, 250 995 and 1,258."""
+Microseconds of a layer on an H200, before there were `matrices`. MXFP4, 32 experts of 2880 x 2880, the tile beside (32, 3)
+and beside `hopper`: 0.5 pairs 87.5, 87.8 (evenly) and 87.7; 1 pair 114, 116 and 118; 3 pairs 169, 178 and 181; 8 171 and 178;
+12 180, 181 and 220; 25 199 and 200. Cut evenly, larger tiles gain nothing: 38 pairs 254 in (64, 3), 262 so; 125 525 in
+(128, 3), 522 so; 2,000 5,896 and 6,141. Preloaded, those of MXFP4 lose 6 to 8 %. Blocks of FP8, 128 experts of 2048 x 768:
+6 pairs 191 preloaded, 234 not, `hopper` 220; 62 323; 250 919."""
 
 
 def tile_for(kind: str, num_pairs: int, num_experts: int) -> Tile | None:

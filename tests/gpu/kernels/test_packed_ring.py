@@ -230,8 +230,9 @@ def test_experts_in_tiles_agree_with_the_portable_kernels(
         tile = tile._replace(groups=2)
     elif form == "float4 groups" and tile.tokens <= 32:
         tile = tile._replace(groups=draw.choice((2, 3, 4)))
-    evenly, in_turns, preloaded = (draw.choice((False, True)) for _ in range(3))
-    tile = tile._replace(evenly=evenly, in_turns=in_turns, preloaded=preloaded and tile.tokens <= 32)
+    tile = tile._replace(evenly=draw.choice((False, True)))
+    if tile.tokens <= 32:
+        tile = tile._replace(preloaded=draw.choice((False, True)), matrices=draw.choice((False, True)))
     if draw.choice((False, True)):
         monkeypatch.setattr(tiles_hopper, "num_sms", lambda _: 7)
     for tokens in (1, 9, 40, 300):
