@@ -136,10 +136,10 @@ _BY_PAIRS: Final[dict[str, tuple[tuple[float, Tile | None], ...]]] = {
 """By kind of codes: up to this mean number of pairs of an expert, this tile; None: `hopper` is faster. INT4 was not timed.
 
 Microseconds of a layer on an H200, before there were `matrices`. MXFP4, 32 experts of 2880 x 2880, the tile beside (32, 3)
-and beside `hopper`: 0.5 pairs 87.5, 87.8 (evenly) and 87.7; 1 pair 114, 116 and 118; 3 pairs 169, 178 and 181; 8 171 and 178;
-12 180, 181 and 220; 25 199 and 200. Cut evenly, larger tiles gain nothing: 38 pairs 254 in (64, 3), 262 so; 125 525 in
-(128, 3), 522 so; 2,000 5,896 and 6,141. Preloaded, those of MXFP4 lose 6 to 8 %. Blocks of FP8, 128 experts of 2048 x 768:
-6 pairs 191 preloaded, 234 not, `hopper` 220; 62 323; 250 919."""
+and beside `hopper`: 0.5 pairs 87.5, 87.8 (evenly) and 87.7; 1 pair 114, 116 and 118; 3 pairs 169, 178 and 181; 8 pairs 171
+and 178; 12 pairs 180, 181 and 220; 25 pairs 199 and 200. Cut evenly, larger tiles gain nothing: 38 pairs 254 in (64, 3), 262
+so; 125 pairs 525 in (128, 3), 522 so; 2,000 pairs 5,896 and 6,141. Preloaded, those of MXFP4 lose 6 to 8 %. Blocks of FP8,
+128 experts of 2048 x 768: 6 pairs 191 preloaded, 234 not, `hopper` 220; 62 pairs 323; 250 pairs 919."""
 
 
 def tile_for(kind: str, num_pairs: int, num_experts: int) -> Tile | None:
