@@ -21,6 +21,7 @@ from bough.layers.batch import attention_specs
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.platform import Device
+from bough.runner import graphs
 from bough.runner.model_runner import ModelRunner
 
 VOCAB, PAGE = 97, 4
@@ -223,3 +224,25 @@ def test_a_step_leaves_nothing_to_the_collector(runner: ModelRunner) -> None:
         assert [each() for each in made] == [None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("decode", "narrows"), [(False, True), (True, False)])
+def test_a_graph_lists_fresh_rows_and_narrows_the_last_layer_of_prompts(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, decode: bool, narrows: bool
+) -> None:
+    """What is recorded for steps whose rows the host does not know."""
+    seen: list[tuple[bool, bool, bool]] = []
+    attention = runner.forward._attention
+
+    def watched(inputs: AttentionInputs) -> object:
+        seen.append((inputs.host is None, inputs.lists_fresh, inputs.tail is not None))
+        return attention(inputs)
+
+    runner.forward._attention = watched  # type: ignore[assignment]
+    monkeypatch.setattr(graphs, "capture", lambda run, _: (None, run()))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    made = graphs.Graphs(runner.forward, max_tokens=64, context_length=64, spare_slot=runner.limits.num_slots)
+    rows = 16 if decode else 1
+    captured = made.capture(graphs.GraphKey(16, rows, rows, 1, "sampled", False, decode))
+    assert captured.result.shape == (rows,)
+    assert seen == [(True, True, narrows)]
