@@ -40,7 +40,9 @@ def test_what_was_measured_wins() -> None:
         ("linear", 32, 6144, 4096, True),
         ("silu_mul", 1, 28672, 4096, True),
         ("linear", 33, 6144, 4096, False),  # too many tokens
-        ("linear", 1, 1024, 4096, False),  # too small a weight
+        ("linear", 4, 3648, 2048, True),
+        ("linear", 1, 1024, 4096, True),
+        ("linear", 1, 960, 4096, False),  # too small a weight
         ("linear", 1, 8224, 4096, False),  # rows not in whole tiles
         ("linear", 15, 5120, 2880, True),  # in steps of 64
         ("linear", 16, 5120, 2880, False),

@@ -5,7 +5,7 @@ merge, so that few rows are read by all multiprocessors.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def _shape(cluster: int) -> Shape:
     """A chunk has a block for every multiprocessor of its cluster at least."""
     return Shape(
         block_m=16, block_n=BLOCK, num_warps=_WARPS, num_stages=STAGES, ctas_per_sm=1, min_tokens=BLOCK * cluster,
-        sms_per_program=cluster,
+        sms_per_program=cluster, may_pad=cluster > 1,
     )  # fmt: skip
 
 
@@ -155,6 +155,14 @@ def suits(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor) -> bool:
 def shape_for(inputs: AttentionInputs) -> Shape:
     """How to plan the rows of a step."""
     return SHAPES[next((cluster for rows, cluster in CLUSTERS if inputs.num_tokens <= rows), 1)]
+
+
+def fitted(shape: Shape, device: torch.device, heads: int) -> Shape:
+    """A shape whose plans have no more chunks than clusters run at once: groups of multiprocessors on a device may not be
+    whole numbers of clusters, and what is left over would wait for the others."""
+    if device.type != "cuda" or shape.sms_per_program == 1:
+        return shape
+    return replace(shape, most_programs=_loaded(device, heads, shape.sms_per_program).clusters)
 
 
 def attend(

@@ -53,6 +53,8 @@ SHORT = tl.constexpr(768)
 """KV tokens of a row, on average, up to which rows stay uncut."""
 RANKS = tl.constexpr(4)
 """Classes of length that uncut rows are sorted into, the longest first."""
+PADS = tl.constexpr(5)
+"""Sizes of padded chunks that are tried, each an eighth larger than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ class Shape:
     """Leave rows uncut where they fill the device."""
     sms_per_program: int = 1
     """Multiprocessors that work on a chunk together."""
+    most_programs: int | None = None
+    """Programs that the device runs at once, where clusters of multiprocessors leave some of them over."""
+    may_pad: bool = False
+    """Let rows begin chunks of their own where that takes no more programs than the device runs at once: a chunk that has the
+    end of one row and the beginning of another merges twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,21 @@ def _chunk_size(total, longest, units, min_blocks, max_splits, num_chunks, targe
         aligned += 1
         per_chunk *= 2
     return per_chunk, aligned
+
+
+@triton.jit
+def _padded_size(blocks, per_chunk, aligned, kv_heads, target, may_pad):
+    """(Blocks of a chunk, whether tiles start chunks of their own): the least size, up to half as large again as `per_chunk`,
+    with which padded tiles of so many `blocks` make no more than `target` chunks; otherwise what was given."""
+    size = per_chunk
+    if (aligned == 0) & (may_pad == 1):
+        for eighths in tl.static_range(PADS):
+            wider = per_chunk + per_chunk * eighths // 8
+            chunks = tl.sum((blocks + wider - 1) // wider, 0) * kv_heads
+            if (aligned == 0) & (chunks <= target):
+                aligned += 1
+                size = wider
+    return size, aligned
 
 
 @triton.jit
@@ -321,7 +343,7 @@ def _plan_kernel(
 @triton.jit(
     do_not_specialize=[
         "R", "tile_room", "kv_heads", "least_query", "most_query", "window", "min_blocks", "max_splits", "num_chunks",
-        "target", "kv_stride", "chunk_stride", "counter_stride",
+        "target", "kv_stride", "chunk_stride", "counter_stride", "may_pad",
     ]
 )  # fmt: skip
 def _plan_short_kernel(
@@ -346,6 +368,7 @@ def _plan_short_kernel(
     kv_stride,
     chunk_stride,
     counter_stride,
+    may_pad,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -384,6 +407,7 @@ def _plan_short_kernel(
     per_chunk, aligned = _chunk_size(
         tl.sum(blocks, 0) * kv_heads, longest, num_tiles * kv_heads, min_blocks, max_splits, num_chunks, target, BLOCK_N
     )  # fmt: skip
+    per_chunk, aligned = _padded_size(blocks, per_chunk, aligned, kv_heads, target, may_pad)
     rank = (longest - blocks) * RANKS // tl.maximum(longest, 1) * aligned
     room = blocks
     longest_room = longest
@@ -536,6 +560,8 @@ _MOST_UNITS = 4096
 
 def _room(kind: Kind, shape: Shape, most_tiles: int, device: torch.device) -> Plan:
     target = max(1, num_sms(device) * shape.ctas_per_sm // shape.sms_per_program)
+    if shape.most_programs is not None:
+        target = min(target, shape.most_programs)
     num_chunks = target
     units = most_tiles * kind.num_kv_heads
     if shape.may_align and target <= 2 * units <= 2 * _MOST_UNITS:
@@ -717,6 +743,7 @@ def _plan_short(
         counts=(
             rows, plan.tiles.shape[1], kind.num_kv_heads, least_query, most_query, kind.window or 0,
             *_limits(kind, plan.shape, device), plan.num_chunks, plan.target, kv_len_PR.stride(0), *strides,
+            int(plan.shape.may_pad),
         ),
     )  # fmt: skip
 

@@ -374,7 +374,8 @@ class TritonAttention:
 
     def _decode_latents(self, spec: Spec, inputs: AttentionInputs, q_TNX: Tensor, out_TNR: Tensor) -> None:
         """Attends to latents by the kernel for decode rows."""
-        found, after_plan = self._decode_plan(spec, inputs, latent_hopper.shape_for(inputs))
+        shape = latent_hopper.fitted(latent_hopper.shape_for(inputs), self._device, spec.num_heads)
+        found, after_plan = self._decode_plan(spec, inputs, shape)
         if not self._latent_rooms or not self._latent_rooms[-1].holds(found):
             self._latent_rooms.append(latent_hopper.LatentRoom.make(found, self._device))
         latent_hopper.attend(spec, inputs, found, self._latent_rooms[-1], q_TNX, out_TNR, after_plan=after_plan)

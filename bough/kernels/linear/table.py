@@ -89,7 +89,7 @@ _SHORT_TOKENS = 15
 5120 x 2880 takes 10.9 us for 4 tokens and 13.0 for 24, in the library 10.5 and 10.6; one with 201088 x 2880 276 and 278, in
 the library 278 and 284."""
 _LARGE_BYTES = 256 << 20
-_EARLY_BYTES = 16 << 20
+_EARLY_BYTES = 8 << 20
 """A smaller weight comes from the cache, or is read in less time than starting takes."""
 
 

@@ -61,10 +61,17 @@ HIGH = (
     _tiling(88, parts=2, stages=3, lag=2),
 )
 """Tiles of 256 rows."""
-MIDDLE = (_tiling(128, stages=4), _tiling(112, stages=4), _tiling(96, stages=4))
+MIDDLE = (_tiling(128, stages=4), _tiling(112, stages=4), _tiling(96, stages=4), _tiling(88, stages=5))
 """Of 128."""
-LOW = (_tiling(128, turns=2, stages=4), _tiling(112, turns=2, stages=4), _tiling(96, turns=2, stages=5))
-"""Of 64."""
+LOW = (
+    _tiling(128, turns=2, stages=4),
+    _tiling(112, turns=2, stages=4),
+    _tiling(96, turns=2, stages=5),
+    _tiling(88, turns=2, stages=5),
+    _tiling(64, turns=2, stages=5),
+)
+"""Of 64. Those are read as fast as memory brings weights, whatever their width, so it counts how many weight rows are
+fetched that a product doesn't have, and how long the last of the tiles take with most multiprocessors idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +96,23 @@ def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bo
     of = list(HIGH if per_expert > HIGH_PAIRS else MIDDLE if per_expert > low else LOW)
     if fp8:  # scales take registers that two parts of 104 features don't leave
         of = [tiling for tiling in of if tiling.parts * tiling.features <= 2 * 96]
+    waits = 0.0 if per_expert > low else _LAST_TILES / num_experts
     return GroupedTilings(
-        max(of, key=lambda tiling: _use(inner, 2 * tiling.features)),
-        max(of, key=lambda tiling: _use(width, 4 * tiling.features)),
+        max(of, key=lambda tiling: _use(inner, 2 * tiling.features, waits)),
+        max(of, key=lambda tiling: _use(width, 4 * tiling.features, waits)),
     )
 
 
-def _use(columns: int, of_pair: int) -> float:
-    """The part of a product's columns that is real, if a pair of blocks computes `of_pair` of them."""
-    return columns / (-(-columns // of_pair) * of_pair)
+_LAST_TILES = 33.0
+"""Tiles' worth of time that a product of low tiles is longer for its last ones: half of those that an H200's 66 pairs of
+multiprocessors compute at once."""
+
+
+def _use(columns: int, of_pair: int, waits: float) -> float:
+    """The part of a product's time that goes into real columns, if a pair of blocks computes `of_pair` of them, and the last
+    tiles take as long as `waits` tiles of each expert."""
+    tiles = -(-columns // of_pair)
+    return columns / ((tiles + waits) * of_pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +147,7 @@ def load_cuts(cuts: Sequence[GroupedTilings], device: torch.device, *, fp8: bool
 
 @rehearsed
 @cache
-def is_ready(device: torch.device, inner: int, width: int, fp8: bool) -> bool:
+def is_ready(device: torch.device, num_experts: int, inner: int, width: int, fp8: bool) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected.
 
     All it may be asked for by a model's experts is loaded at once: later it might be in the middle of a graph's capture.
@@ -140,7 +155,8 @@ def is_ready(device: torch.device, inner: int, width: int, fp8: bool) -> bool:
 
     def load() -> None:
         of_each = (LOW_PAIRS, HIGH_PAIRS, HIGH_PAIRS + 1)
-        load_cuts([cut_for(pairs, 1, inner, width, fp8=fp8) for pairs in of_each], device, fp8=fp8)
+        cuts = [cut_for(pairs * num_experts, num_experts, inner, width, fp8=fp8) for pairs in of_each]
+        load_cuts(cuts, device, fp8=fp8)
 
     return runs_on(device, load, "experts of many tokens are multiplied by the portable kernel")
 
@@ -150,7 +166,7 @@ def suits(x_TD: Tensor, weights: Weights, ids_Tk: Tensor, activation: str) -> bo
     num_experts, width, inner = weights.down_EDF.shape
     if ids_Tk.numel() < LEAST_PAIRS * num_experts or activation != "silu" or x_TD.dtype != torch.bfloat16:
         return False
-    return can_serve(weights) and is_ready(x_TD.device, inner, width, weights.is_fp8)
+    return can_serve(weights) and is_ready(x_TD.device, num_experts, inner, width, weights.is_fp8)
 
 
 def can_serve(weights: Weights) -> bool:
