@@ -53,6 +53,23 @@ def test_few_rows_are_read_by_clusters(rows: int, cluster: int) -> None:
     assert len(room.counters) >= rows * cluster
 
 
+def test_plans_have_no_more_chunks_than_clusters_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def loaded(device: torch.device, heads: int, cluster: int) -> latent_hopper._Loaded:
+        asked.append(cluster)
+        return latent_hopper._Loaded(None, 31)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(latent_hopper, "_loaded", loaded)
+    for cluster, shape in latent_hopper.SHAPES.items():
+        fitted = latent_hopper.fitted(shape, torch.device("cuda", 0), 16)
+        assert fitted.most_programs == (31 if cluster > 1 else None)
+        assert fitted.may_pad == (cluster > 1)
+    assert asked == [2, 4]
+    plan = planning._room(Kind(16, 1, None, True), replace(shape, most_programs=3), 4, torch.device("cpu"))
+    assert plan.num_chunks == plan.target <= 3
+
+
 def test_other_steps_are_left_to_the_portable_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent_hopper, "_is_ready", lambda *_: True)
     spec, inputs = _spec(), _inputs(2)

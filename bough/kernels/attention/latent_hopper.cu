@@ -1,11 +1,14 @@
 // Attention of decode rows (one query token each, at most 16 heads) over paged latents, for Hopper. A latent is 576 numbers of
 // bf16, one of each token for all heads; its first 512 are the value.
 //
-// Work comes from the plan (plan.py): rows of blocks of 32 KV tokens, cut into chunks, each the work of a cluster of CLUSTER
+// Work comes from the plan (plan.py): rows of blocks of 64 KV tokens, cut into chunks, each the work of a cluster of CLUSTER
 // thread blocks: block i of a chunk is that of thread block i % CLUSTER. One warp feeds a ring of stages through the copy
 // engine. Latents that earlier steps wrote are asked for before the kernel before this one has ended; the block with a row's
-// newest token after it. Of a stage, each of eight warps scores 8 tokens with one half of the dimensions; all then know all
-// weights, and each adds up 64 dimensions of the values.
+// newest token after it.
+//
+// Tokens are the rows of the tensor cores' products, and heads their columns, so that 16 heads waste nothing. Of a stage, each
+// of two warpgroups scores all tokens with one half of the dimensions; 16 threads then weigh the tokens of a head; and each
+// warpgroup adds up one half of the values' dimensions, reading the same stage with rows and columns exchanged.
 //
 // At the end of what a chunk has of a row, thread blocks share their sums through each other's shared memory: each puts
 // together its part of the dimensions. A row cut over several chunks is put together by the clusters that finish last, again
@@ -17,32 +20,37 @@
 
 #define LOWEST (-__int_as_float(0x7f800000))
 
-constexpr int WIDTH = 576, RANK = 512, BLOCK = 32, ROWS = 16;
+constexpr int WIDTH = 576, RANK = 512, BLOCK = 64, ROWS = 16;
+constexpr int HALF = BLOCK / 2;  // tokens that are fetched together: of one page
 constexpr int ROW_BYTES = 128, BOXES = WIDTH * 2 / ROW_BYTES, BOX_BYTES = BLOCK * ROW_BYTES, STAGE_BYTES = BOXES * BOX_BYTES;
-constexpr int QUERY_BOX_BYTES = ROWS * ROW_BYTES, QUERY_BYTES = BOXES * QUERY_BOX_BYTES;
+constexpr int QUERY_BOX_BYTES = ROWS * ROW_BYTES, QUERY_BYTES = BOXES * QUERY_BOX_BYTES, QUERIES = 2;
 constexpr int WARPS = 8, WORKERS = 32 * WARPS;
-constexpr int HALF_STEPS = WIDTH / 16 / 2;        // products of 16 dimensions that a warp scores with
-constexpr int SCORE_PITCH = BLOCK + 8, SUM_PITCH = RANK + 8;  // no two rows of four begin in one bank
+constexpr int HALF_STEPS = WIDTH / 16 / 2;  // products of 16 dimensions that a warpgroup scores with
+constexpr int VALUE_BOXES = RANK / 64 / 2;  // of a warpgroup
+constexpr int SCORE_PITCH = BLOCK + 4, SUM_PITCH = RANK + 4;  // neighbouring heads begin four banks apart
 constexpr int PART = RANK / CLUSTER, FOURS = PART / 4 / 16;  // dimensions that a thread block puts together; of a thread
 // Fields of a tile and of the header, as in plan.py.
 enum { START, TOKEN, TOKENS, POSITION, KV_LOW, KV_HIGH, SLOT };
 enum { TOTAL, PER_CHUNK, REAL_TOKENS, ALIGNED };
 
-INLINE void load4(u32 (&r)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
+#define F4(o) "+f"(d[o]), "+f"(d[o + 1]), "+f"(d[o + 2]), "+f"(d[o + 3])
 
-INLINE void load4_transposed(u32 (&r)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-INLINE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d = (keep ? d : 0) + 64 rows x 16 columns over 16 numbers of each. Both operands have those side by side.
+INLINE void multiply(float (&d)[8], u64 rows, u64 columns, u32 keep) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      "{ .reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"
+      " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0; }"
+      : F4(0), F4(4) : "l"(rows), "l"(columns), "r"(keep));
 }
+
+// d += the same, where the first operand has its 64 rows side by side.
+INLINE void multiply_transposed(float (&d)[8], u64 rows, u64 columns) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 1, 0;"
+      : F4(0), F4(4) : "l"(rows), "l"(columns));
+}
+
+INLINE void all_products(float (&d)[8]) { asm volatile("wgmma.wait_group.sync.aligned 0;" : F4(0), F4(4)::"memory"); }
 
 INLINE void workers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory"); }
 
@@ -151,17 +159,18 @@ struct Work {
     return true;
   }
 
-  // The page of the block that is `lane` after `b` of this thread block's.
+  // The page of a half of a block: every two lanes have a block, of those from `b` on that are this thread block's.
   INLINE int page(const Span& span, int b) const {
-    b += threadIdx.x % 32 * CLUSTER;
-    if (b >= span.until || span.high <= span.low) return 0;
-    return in.page_table[span.slot * in.table_stride + (span.low + b * BLOCK) / in.page_size];
+    b += threadIdx.x % 32 / 2 * CLUSTER;
+    const int n = span.low + b * BLOCK + threadIdx.x % 2 * HALF;
+    if (b >= span.until || n >= span.high) return 0;
+    return in.page_table[span.slot * in.table_stride + n / in.page_size];
   }
 };
 
 // Where everything lies in shared memory.
 struct Room {
-  u32 stages, query, full, empty, query_full, query_empty, ready, read;
+  u32 stages, query, weights, full, empty, query_full, query_empty, ready, read;
 };
 
 INLINE void feed(const Inputs& in, const Room& room, const TensorMap& q_map, const TensorMap& kv_map) {
@@ -171,12 +180,14 @@ INLINE void feed(const Inputs& in, const Room& room, const TensorMap& q_map, con
   u32 parity = 0;
   bool is_early = true;
   auto ask_query = [&](int token) {
-    barrier_wait(room.query_empty, (queries & 1) ^ 1);
+    const int place = queries % QUERIES;
+    const u32 barrier = room.query_full + 8 * place;
+    barrier_wait(room.query_empty + 8 * place, (queries / QUERIES & 1) ^ 1);
     queries++;
-    barrier_expect(room.query_full, QUERY_BYTES);
+    barrier_expect(barrier, QUERY_BYTES);
 #pragma unroll
     for (int box = 0; box < BOXES; box++)
-      fetch(room.query + box * QUERY_BOX_BYTES, q_map, box * 64, token * HEADS, room.query_full);
+      fetch(room.query + place * QUERY_BYTES + box * QUERY_BOX_BYTES, q_map, box * 64, token * HEADS, barrier);
   };
   auto end_early = [&] {
     if (!is_early) return;
@@ -195,11 +206,12 @@ INLINE void feed(const Inputs& in, const Room& room, const TensorMap& q_map, con
           ask_query(span.token);
         }
       }
-      for (int b = span.mine; b < span.until; b += 32 * CLUSTER) {
-        const int page = work.page(span, b), count = min(32, (span.until - b + CLUSTER - 1) / CLUSTER);
+      for (int b = span.mine; b < span.until; b += 16 * CLUSTER) {
+        const int page = work.page(span, b), count = min(16, (span.until - b + CLUSTER - 1) / CLUSTER);
         for (int i = 0; i < count; i++) {
           const int n = span.low + (b + i * CLUSTER) * BLOCK;
-          const int row = __shfl_sync(~0u, page, i) * in.page_size + n % in.page_size;
+          const int first = __shfl_sync(~0u, page, 2 * i) * in.page_size + n % in.page_size;
+          const int second = __shfl_sync(~0u, page, 2 * i + 1) * in.page_size + (n + HALF) % in.page_size;
           if (lane == 0) {
             if (n + BLOCK > span.position) end_early();  // the newest token
             if (filled >= STAGES) {
@@ -208,9 +220,14 @@ INLINE void feed(const Inputs& in, const Room& room, const TensorMap& q_map, con
             }
             filled++;
             const u32 barrier = room.full + 8 * slot, to = room.stages + slot * STAGE_BYTES;
-            barrier_expect(barrier, STAGE_BYTES);
+            const bool whole = n + HALF < span.high;  // of tokens that don't exist nothing is fetched
+            barrier_expect(barrier, whole ? STAGE_BYTES : STAGE_BYTES / 2);
 #pragma unroll
-            for (int box = 0; box < BOXES; box++) fetch(to + box * BOX_BYTES, kv_map, box * 64, row, barrier);
+            for (int box = 0; box < BOXES; box++) fetch(to + box * BOX_BYTES, kv_map, box * 64, first, barrier);
+            if (whole)
+#pragma unroll
+              for (int box = 0; box < BOXES; box++)
+                fetch(to + box * BOX_BYTES + BOX_BYTES / 2, kv_map, box * 64, second, barrier);
             if (++slot == STAGES) slot = 0, parity ^= 1;
           }
           __syncwarp();
@@ -226,109 +243,104 @@ INLINE void feed(const Inputs& in, const Room& room, const TensorMap& q_map, con
 struct Worker {
   const Inputs& in;
   const Room& room;
-  float (*scores)[2][ROWS][SCORE_PITCH];  // [2][halves of the dimensions]
-  float (*sums)[SUM_PITCH], (*sum_stats)[ROWS];
+  float (*scores)[ROWS][SCORE_PITCH];  // [halves of the dimensions], a line for each head
+  float (*sums)[SUM_PITCH], (*sum_stats)[ROWS], *shrinks;
   int* arrived;
   const int warp, lane, rank;
-  int slot = 0, turn = 0, queries = 0, exchanges = 0;
+  int slot = 0, queries = 0, exchanges = 0;
   u32 parity = 0;
 
-  u32 q[HALF_STEPS][4];
-  float acc[8][4];         // rows lane / 4 and 8 more, of 64 dimensions
-  float high[2], norm[2];  // of those rows; the norm of this lane's tokens
+  // Of 64 dimensions each: this thread has the dimensions of two rows of its warp's 16, for heads lane % 4 * 2 and the next,
+  // and for those 8 further on.
+  float acc[VALUE_BOXES][8];
+  float high, norm;  // of head threadIdx.x / 16; the norm of this thread's tokens
 
   INLINE void clear() {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < VALUE_BOXES; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][j] = 0.0f;
-    high[0] = high[1] = LOWEST, norm[0] = norm[1] = 0.0f;
+      for (int j = 0; j < 8; j++) acc[i][j] = 0.0f;
+    high = LOWEST, norm = 0.0f;
   }
 
-  // Which 16 dimensions this warp's products have: four whole boxes, then half of the last one.
-  INLINE int step_of(int i) const { return i < 16 ? warp / 4 * 16 + i : 32 + warp / 4 * 2 + i - 16; }
+  // Waits for a row's queries. They stay where they are until `leave_queries`.
+  INLINE u32 take_queries() {
+    const int place = queries % QUERIES;
+    barrier_wait(room.query_full + 8 * place, queries / QUERIES & 1);
+    return room.query + place * QUERY_BYTES;
+  }
 
-  INLINE void load_queries() {
-    barrier_wait(room.query_full, queries++ & 1);
-#pragma unroll
-    for (int i = 0; i < HALF_STEPS; i++) {
-      const int step = step_of(i);
-      load4(q[i], room.query + step / 4 * QUERY_BOX_BYTES + place_of(lane % 16, step % 4 * 2 + lane / 16));
-    }
+  INLINE void leave_queries() {
     __syncwarp();
-    if (lane == 0) barrier_arrive(room.query_empty);
+    if (lane == 0) barrier_arrive(room.query_empty + 8 * (queries % QUERIES));
+    queries++;
   }
 
   // A block of tokens, of which `seen` count.
-  INLINE void attend(int seen) {
+  INLINE void attend(int seen, u32 query) {
     const u32 stage = room.stages + slot * STAGE_BYTES;
-    const int half = warp / 4, tokens = warp % 4 * 8, row = lane / 4, column = lane % 4 * 2;
+    const int half = warp / 4, row = lane / 4, column = lane % 4 * 2;
     barrier_wait(room.full + 8 * slot, parity);
-    float score[2][4] = {};
-    // Of a box's first 32 dimensions, and of its last.
-    const u32 even = stage + place_of(tokens + lane % 8, lane / 8), odd = stage + place_of(tokens + lane % 8, 4 + lane / 8);
+    float score[8];
+    products_begin();
 #pragma unroll
-    for (int i = 0; i < HALF_STEPS; i += 2) {
-      u32 k[4];
-      load4(k, i == 16 ? (half ? odd : even) + 8 * BOX_BYTES : (i % 4 ? odd : even) + (half * 4 + i / 4) * BOX_BYTES);
-      multiply(score[0], q[i], k[0], k[1]);
-      multiply(score[1], q[i + 1], k[2], k[3]);
+    for (int i = 0; i < HALF_STEPS; i++) {  // four whole boxes, then half of the last one
+      const int box = i < 16 ? half * 4 + i / 4 : 8, part = i < 16 ? i % 4 : half * 2 + i - 16;
+      multiply(score, operand(stage + box * BOX_BYTES) + 2 * part, operand(query + box * QUERY_BOX_BYTES) + 2 * part, i);
     }
-    auto& shared = scores[turn & 1];
-    turn++;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      *(float2*)&shared[half][row + 8 * r][tokens + column] =
-          make_float2(score[0][2 * r] + score[1][2 * r], score[0][2 * r + 1] + score[1][2 * r + 1]);
-    workers_meet();
-    u32 p[2][4];
-    float shrink[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float x[4][2], top = LOWEST;
-#pragma unroll
-      for (int eight = 0; eight < 4; eight++) {
-        const float2 a = *(const float2*)&shared[0][row + 8 * r][eight * 8 + column];
-        const float2 b = *(const float2*)&shared[1][row + 8 * r][eight * 8 + column];
-        const int token = eight * 8 + column;
-        x[eight][0] = token < seen ? (a.x + b.x) * in.scale_log2 : LOWEST;
-        x[eight][1] = token + 1 < seen ? (a.y + b.y) * in.scale_log2 : LOWEST;
-        top = fmaxf(top, fmaxf(x[eight][0], x[eight][1]));
-      }
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float new_high = fmaxf(high[r], top), anchor = new_high == LOWEST ? 0.0f : new_high;
-      shrink[r] = exp2_(high[r] - anchor);
-      high[r] = new_high;
-      float sum = 0.0f;
-#pragma unroll
-      for (int eight = 0; eight < 4; eight++) {
-        x[eight][0] = exp2_(x[eight][0] - anchor), x[eight][1] = exp2_(x[eight][1] - anchor);
-        sum += x[eight][0] + x[eight][1];
-        p[eight / 2][eight % 2 * 2 + r] = both(x[eight][0], x[eight][1]);
-      }
-      norm[r] = norm[r] * shrink[r] + sum;
-    }
+    products_commit();
+    all_products(score);
 #pragma unroll
     for (int i = 0; i < 8; i++)
+      scores[half][i / 4 * 8 + column + i % 2][warp % 4 * 16 + row + i / 2 % 2 * 8] = score[i];
+    workers_meet();
+
+    // Each thread weighs four tokens for one head.
+    const int head = threadIdx.x / 16, token = threadIdx.x % 16 * 4;
+    const float4 one = *(const float4*)&scores[0][head][token], other = *(const float4*)&scores[1][head][token];
+    float x[4] = {one.x + other.x, one.y + other.y, one.z + other.z, one.w + other.w}, top = LOWEST;
 #pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][j] *= shrink[j / 2];
-    const u32 values = stage + warp * BOX_BYTES;
-    if (seen < BLOCK) {  // what follows the last token may not be a number; all scores have been computed
-      for (int token = max(seen, 0); token < BLOCK; token++)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(values + token * ROW_BYTES + lane * 4), "r"(0) : "memory");
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes here next
-      __syncwarp();
+    for (int i = 0; i < 4; i++) {
+      x[i] = token + i < seen ? x[i] * in.scale_log2 : LOWEST;
+      top = fmaxf(top, x[i]);
     }
 #pragma unroll
-    for (int sixteen = 0; sixteen < 2; sixteen++)
+    for (int width = 1; width < 16; width *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, width));
+    const float new_high = fmaxf(high, top), anchor = new_high == LOWEST ? 0.0f : new_high;
+    const float shrink = exp2_(high - anchor);
+    high = new_high;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 v[4];
-        load4_transposed(v, values + place_of(sixteen * 16 + lane % 16, 2 * i + lane / 16));
-        multiply(acc[2 * i], p[sixteen], v[0], v[1]);
-        multiply(acc[2 * i + 1], p[sixteen], v[2], v[3]);
+    for (int i = 0; i < 4; i++) x[i] = exp2_(x[i] - anchor);
+    norm = norm * shrink + (x[0] + x[1]) + (x[2] + x[3]);
+    const u32 weights_at = room.weights + place_of(head, token / 8) + token % 8 * 2;
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(weights_at), "r"(both(x[0], x[1])), "r"(both(x[2], x[3])) : "memory");
+    if (token == 0) shrinks[head] = shrink;
+    if (seen < BLOCK)  // what follows the last token may not be a number; all scores have been computed
+      for (int i = max(seen, 0) * 64 + threadIdx.x; i < BLOCK * 64; i += WORKERS) {
+        const u32 at = stage + i % 64 / 8 * BOX_BYTES + i / 64 * ROW_BYTES + i % 8 * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
       }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the tensor cores read here next, and the copy engine writes
+    workers_meet();
+
+    const float2 low_heads = *(const float2*)&shrinks[column], high_heads = *(const float2*)&shrinks[column + 8];
+#pragma unroll
+    for (int i = 0; i < VALUE_BOXES; i++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        acc[i][2 * r] *= low_heads.x, acc[i][2 * r + 1] *= low_heads.y;
+        acc[i][4 + 2 * r] *= high_heads.x, acc[i][4 + 2 * r + 1] *= high_heads.y;
+      }
+    products_begin();
+#pragma unroll
+    for (int sixteen = 0; sixteen < BLOCK / 16; sixteen++)
+#pragma unroll
+      for (int i = 0; i < VALUE_BOXES; i++)
+        multiply_transposed(acc[i], operand(stage + (half * VALUE_BOXES + i) * BOX_BYTES + sixteen * 16 * ROW_BYTES),
+                            operand(room.weights) + 2 * sixteen);
+    products_commit();
+#pragma unroll
+    for (int i = 0; i < VALUE_BOXES; i++) all_products(acc[i]);
     __syncwarp();
     if (lane == 0) barrier_arrive(room.empty + 8 * slot);
     if (++slot == STAGES) slot = 0, parity ^= 1;
@@ -337,16 +349,14 @@ struct Worker {
   // Puts together what the thread blocks of the cluster have, and all chunks of a row where it was cut.
   INLINE void finish(const Span& span, int chunk) {
     if (CLUSTER > 1 && exchanges > 0) cluster_wait(room.read, (exchanges - 1) & 1);
-    const int row = lane / 4;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      norm[r] += __shfl_xor_sync(~0u, norm[r], 1);
-      norm[r] += __shfl_xor_sync(~0u, norm[r], 2);
+    for (int width = 1; width < 16; width *= 2) norm += __shfl_xor_sync(~0u, norm, width);
+    if (threadIdx.x % 16 == 0) sum_stats[0][threadIdx.x / 16] = high, sum_stats[1][threadIdx.x / 16] = norm;
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        *(float2*)&sums[row + 8 * r][warp * 64 + i * 8 + lane % 4 * 2] = make_float2(acc[i][2 * r], acc[i][2 * r + 1]);
-      if (warp == 0 && lane % 4 == 0) sum_stats[0][row + 8 * r] = high[r], sum_stats[1][row + 8 * r] = norm[r];
-    }
+    for (int i = 0; i < VALUE_BOXES; i++)
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        sums[j / 4 * 8 + lane % 4 * 2 + j % 2][(warp / 4 * VALUE_BOXES + i) * 64 + warp % 4 * 16 + lane / 4 + j / 2 % 2 * 8] = acc[i][j];
     if (CLUSTER > 1) asm volatile("fence.acq_rel.cluster;" ::: "memory");
     workers_meet();
     if (CLUSTER > 1) {
@@ -447,12 +457,13 @@ struct Worker {
   INLINE void run(const Work& work, Span span) {
     const int clusters = gridDim.x / CLUSTER;
     for (int chunk = blockIdx.x / CLUSTER; chunk < work.chunks; chunk += clusters) {
-      if (turn > 0 || exchanges > 0 || queries > 0) span = work.first_of(chunk);
+      if (chunk != blockIdx.x / CLUSTER) span = work.first_of(chunk);
       do {
         clear();
         if (span.mine < span.until) {
-          load_queries();
-          for (int b = span.mine; b < span.until; b += CLUSTER) attend(span.high - span.low - b * BLOCK);
+          const u32 query = take_queries();
+          for (int b = span.mine; b < span.until; b += CLUSTER) attend(span.high - span.low - b * BLOCK, query);
+          leave_queries();
         }
         finish(span, chunk);
       } while (work.go_on(span));
@@ -468,25 +479,29 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 decode_latents(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const __grid_constant__ Inputs in) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * STAGES + 4];
-  __shared__ __align__(16) float scores[2][2][ROWS][SCORE_PITCH];
+  __shared__ u64 barriers[2 * STAGES + 2 * QUERIES + 2];
+  __shared__ __align__(16) float scores[2][ROWS][SCORE_PITCH];
   __shared__ __align__(16) float sums[ROWS][SUM_PITCH];
   __shared__ float sum_stats[2][ROWS];
+  __shared__ __align__(16) float shrinks[ROWS];
   __shared__ int arrived;
   let_kernel_after_start();
   Room room;
   room.stages = ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
   room.query = room.stages + STAGES * STAGE_BYTES;
   room.full = (u32)__cvta_generic_to_shared(barriers), room.empty = room.full + 8 * STAGES;
-  room.query_full = room.empty + 8 * STAGES, room.query_empty = room.query_full + 8;
-  room.ready = room.query_empty + 8, room.read = room.ready + 8;
+  room.weights = room.query + QUERIES * QUERY_BYTES;
+  room.query_full = room.empty + 8 * STAGES, room.query_empty = room.query_full + 8 * QUERIES;
+  room.ready = room.query_empty + 8 * QUERIES, room.read = room.ready + 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(room.full + 8 * i, 1);
       barrier_init(room.empty + 8 * i, WARPS);
     }
-    barrier_init(room.query_full, 1);
-    barrier_init(room.query_empty, WARPS);
+    for (int i = 0; i < QUERIES; i++) {
+      barrier_init(room.query_full + 8 * i, 1);
+      barrier_init(room.query_empty + 8 * i, WARPS);
+    }
     barrier_init(room.ready, CLUSTER);
     barrier_init(room.read, CLUSTER);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -506,6 +521,6 @@ decode_latents(const __grid_constant__ TensorMap q_map, const __grid_constant__ 
   for (int token = real_tokens + blockIdx.x; token < in.num_tokens; token += gridDim.x)  // of no row
     for (int i = threadIdx.x * 8; i < HEADS * RANK; i += WORKERS * 8)
       *(uint4*)(in.out + (i64)token * HEADS * RANK + i) = make_uint4(0, 0, 0, 0);
-  Worker worker{in, room, scores, sums, sum_stats, &arrived, (int)threadIdx.x / 32, (int)threadIdx.x % 32, work.rank};
+  Worker worker{in, room, scores, sums, sum_stats, shrinks, &arrived, (int)threadIdx.x / 32, (int)threadIdx.x % 32, work.rank};
   worker.run(work, span);
 }

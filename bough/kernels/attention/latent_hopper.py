@@ -22,9 +22,13 @@ SOURCE = Path(__file__).with_suffix(".cu")
 WIDTH, RANK = 576, 512
 """Numbers of a latent with its rotated key, and of the latent alone."""
 MOST_HEADS = 16
-BLOCK = 32
+BLOCK = 64
 """KV tokens of a stage."""
-STAGES = 4
+_FETCHED = BLOCK // 2
+"""KV tokens that are fetched together."""
+STAGES = 2
+_QUERIES = 2
+"""Rows whose queries a thread block holds."""
 _WARPS = 9
 _BOXES = WIDTH * 2 // 128
 _LOG2E = 1.4426950408889634
@@ -106,8 +110,8 @@ def defines(heads: int, cluster: int) -> dict[str, int]:
 
 
 def shared_bytes() -> int:
-    """The ring, the queries, and room to align them to 1024."""
-    return STAGES * BLOCK * WIDTH * 2 + MOST_HEADS * WIDTH * 2 + 1024
+    """The ring, the queries, a block's weights, and room to align them to 1024."""
+    return STAGES * BLOCK * WIDTH * 2 + _QUERIES * MOST_HEADS * WIDTH * 2 + MOST_HEADS * BLOCK * 2 + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ def suits(spec: Spec, inputs: AttentionInputs, q_TNH: Tensor) -> bool:
         each is None for each in (spec.window, spec.softcap, spec.chunk, spec.sinks, spec.slopes)
     )
     typed = q_TNH.dtype == cache_.dtype == torch.bfloat16 and inputs.scales(spec.layer) == (1.0, 1.0)
-    paged = inputs.page_size % BLOCK == 0 and cache_.is_contiguous() and cache_.shape[2:] == (1, WIDTH)
+    paged = inputs.page_size % _FETCHED == 0 and cache_.is_contiguous() and cache_.shape[2:] == (1, WIDTH)
     held = not inputs.ranges and inputs.gaps_T2 is None
     return shaped and plain and typed and paged and held and _is_ready(q_TNH.device, spec.num_heads)
 
@@ -196,5 +200,5 @@ def attend(
         scale_log2=spec.scale * _LOG2E,
     )  # fmt: skip
     blocks = cluster * min(loaded.clusters, plan.num_chunks)
-    maps = (tensor_map(q, MOST_HEADS), tensor_map(kv, BLOCK))
+    maps = (tensor_map(q, MOST_HEADS), tensor_map(kv, _FETCHED))
     loaded.kernel.launch(blocks, (*maps, structure), current_stream(device), early=not after_plan)

@@ -75,8 +75,8 @@ class Shape:
     most_programs: int | None = None
     """Programs that the device runs at once, where clusters of multiprocessors leave some of them over."""
     may_pad: bool = False
-    """Let rows begin chunks of their own where that takes no more programs than the device runs at once: a chunk that has the
-    end of one row and the beginning of another merges twice."""
+    """Let rows begin chunks of their own where that takes no more programs than the device runs at once: a chunk with the
+    end of one row and the beginning of another merges twice. Of rows with one tile each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ def _chunk_size(total, longest, units, min_blocks, max_splits, num_chunks, targe
 
 @triton.jit
 def _padded_size(blocks, per_chunk, aligned, kv_heads, target, may_pad):
-    """(Blocks of a chunk, whether tiles start chunks of their own): the least size, up to half as large again as `per_chunk`,
-    with which padded tiles of so many `blocks` make no more than `target` chunks; otherwise what was given."""
+    """(Blocks of a chunk, whether tiles start chunks of their own): the least size, up to half as large again as
+    `per_chunk`, with which padded tiles of these `blocks` make no more than `target` chunks; otherwise what was given."""
     size = per_chunk
     if (aligned == 0) & (may_pad == 1):
         for eighths in tl.static_range(PADS):

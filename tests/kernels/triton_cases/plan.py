@@ -67,7 +67,11 @@ def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
     kv_heads, group = rng.choice((1, 2, 8)), rng.choice((1, 4))
     kind = Kind(kv_heads * group, kv_heads, rng.choice((None, 50)) if rows != "prefixed" else None, rng.random() < 0.8)
     block_n, few = 64 if bed.large else rng.choice((16, 64)), rng.random() < 0.3
-    shape = Shape(16, block_n, 4, 2, rng.choice((1, 4)), min_tokens=rng.choice((16, 320)), may_align=not few)
+    pads, programs = rng.random() < 0.5, rng.choice((None, 2, 31))
+    shape = Shape(
+        16, block_n, 4, 2, rng.choice((1, 4)), min_tokens=rng.choice((16, 320)), may_align=not few, most_programs=programs,
+        may_pad=pads,
+    )  # fmt: skip
     per_tile = shape.block_m // group
     most = {"decode": 1, "short": min(4, per_tile), "any": 2**30, "prefixed": 1}[rows]
     least, fresh_from = (rng.choice((1, 3)), rng.choice((30, 2**30))) if rows == "any" else (1, 2**30)
@@ -133,11 +137,17 @@ def _same_plan(
             low = prefix or low
             tiles.append([first + offset, tokens, position, low, high, slot, spans])
             blocks.append(max(-(-(high - low) // block_n), 1))
+    assert got.target <= (got.shape.most_programs or got.target)
     units, total, longest = len(tiles) * kind.num_kv_heads, sum(blocks) * kind.num_kv_heads, max(blocks, default=0)
     per_chunk = max(-(-total // got.target), -(-longest // most_splits), got.shape.min_tokens // block_n, 1)
     aligned = units <= got.num_chunks and longest <= per_chunk
     if not aligned and got.num_chunks > got.target <= 2 * units and total * block_n <= units * planning.SHORT.value:
         aligned, per_chunk = True, 2 * per_chunk
+    if not aligned and got.shape.may_pad and not in_order:
+        for wider in (per_chunk + per_chunk * eighths // 8 for eighths in range(5)):
+            if sum(-(-each // wider) for each in blocks) * kind.num_kv_heads <= got.target:
+                aligned, per_chunk = True, wider
+                break
     if aligned:
         if not in_order:
             order = sorted(range(len(tiles)), key=lambda i: (longest - blocks[i]) * 4 // longest)
