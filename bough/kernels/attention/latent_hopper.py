@@ -61,7 +61,7 @@ for a number of rows whose contexts aren't known, so the number alone decides. O
     100 x 600        32.2    37.9    75.9   107.9      37.5
     200 x 300        35.5    45.8   103.0   169.7      30.0
 """
-MOST_ROWS = 128
+MOST_ROWS = 256
 """The portable kernel is faster with many more (see `CLUSTERS`)."""
 
 
