@@ -50,17 +50,8 @@ def test_what_is_chosen_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded: list[GroupedTilings] = []
         monkeypatch.setattr(grouped_hopper, "load_cuts", lambda cuts, device, *, fp8, to=loaded: to.extend(cuts))
         monkeypatch.setattr(grouped_hopper, "runs_on", lambda device, load, otherwise: load() is None)
-        assert grouped_hopper.is_ready.__wrapped__(torch.device("cpu"), 8, 1536, 4096, fp8)
+        assert grouped_hopper.is_ready.__wrapped__(torch.device("cpu"), 1536, 4096, fp8)
         assert {cut_for(pairs, 8, 1536, 4096, fp8=fp8) for pairs in range(1, 40_000, 7)} <= set(loaded)
-
-
-def test_low_tiles_fit_the_columns_and_leave_short_ends() -> None:
-    """66 experts of 1408 units in a model of 2048: tiles of 128 would fetch a twelfth more gate and up rows."""
-    cut = cut_for(1600, 66, 1408, 2048)
-    for columns, of_pair in ((1408, 2 * cut.gate_up.features), (2048, 4 * cut.down.features)):
-        assert columns % of_pair == 0
-        assert 66 * (columns // of_pair) >= 8 * 66
-    assert cut_for(15_000 * 8, 66, 1408, 2048).gate_up.features == 88
 
 
 def test_many_tokens_are_served_where_it_suits(monkeypatch: pytest.MonkeyPatch) -> None:

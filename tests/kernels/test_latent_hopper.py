@@ -42,7 +42,7 @@ def test_the_source_is_given_what_it_expects() -> None:
     assert names == [each[0] for each in latent_hopper._Inputs._fields_]
 
 
-@pytest.mark.parametrize(("rows", "cluster"), [(1, 4), (4, 4), (5, 2), (8, 2), (9, 1), (128, 1)])
+@pytest.mark.parametrize(("rows", "cluster"), [(1, 4), (4, 4), (5, 2), (32, 2), (33, 1), (128, 1)])
 def test_few_rows_are_read_by_clusters(rows: int, cluster: int) -> None:
     inputs = _inputs(rows)
     shape = latent_hopper.shape_for(inputs)
@@ -64,7 +64,7 @@ def test_plans_have_no_more_chunks_than_clusters_run_at_once(monkeypatch: pytest
     for cluster, shape in latent_hopper.SHAPES.items():
         fitted = latent_hopper.fitted(shape, torch.device("cuda", 0), 16)
         assert fitted.most_programs == (31 if cluster > 1 else None)
-        assert fitted.may_pad == (cluster > 1)
+        assert fitted.may_pad
     assert asked == [2, 4]
     plan = planning._room(Kind(16, 1, None, True), replace(shape, most_programs=3), 4, torch.device("cpu"))
     assert plan.num_chunks == plan.target <= 3

@@ -40,8 +40,7 @@ def test_what_was_measured_wins() -> None:
         ("linear", 32, 6144, 4096, True),
         ("silu_mul", 1, 28672, 4096, True),
         ("linear", 33, 6144, 4096, False),  # too many tokens
-        ("linear", 4, 3648, 2048, True),
-        ("linear", 1, 1024, 4096, True),
+        ("linear", 4, 10240, 1024, True),
         ("linear", 1, 960, 4096, False),  # too small a weight
         ("linear", 1, 8224, 4096, False),  # rows not in whole tiles
         ("linear", 15, 5120, 2880, True),  # in steps of 64
@@ -53,6 +52,24 @@ def test_what_was_measured_wins() -> None:
 )
 def test_the_rule(operation: str, tokens: int, rows: int, depth: int, is_served: bool) -> None:
     assert choose(operation, tokens, rows, depth) == (table.early(operation, depth) if is_served else None)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("rows", "depth", "split"), [(3648, 2048, 2), (2048, 2048, 2), (1024, 4096, 4), (8448, 1024, 1), (4224, 2048, 2)]
+)
+def test_weights_that_the_rings_hold_are_asked_for_at_once(
+    rows: int, depth: int, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "num_sms", lambda _: 132)
+    config = choose("linear", 4, rows, depth)
+    assert config is not None
+    assert (config.programs_per_sm, config.split) == (0, split)
+    assert depth <= split * config.block_k * config.num_stages
+    assert rows // config.block_n * split <= 132
+    assert choose("linear", 33, rows, depth) is None
+    assert choose("linear", 4, rows + 4224, depth) == table.early("linear", depth), "more programs than multiprocessors"
+    assert table.at_once(rows, depth + 64, 132) is None, "a depth in no whole steps"
 
 
 def test_nothing_is_assumed_of_other_devices() -> None:

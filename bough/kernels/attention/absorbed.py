@@ -17,9 +17,18 @@ from bough.kernels.attention.inputs import RawLatents
 from bough.kernels.launching import Launcher, cdiv, power_of_two, trigger, wait
 from bough.kernels.rotary.triton import to_cache
 
-MOST_TOKENS = 32
-"""Of more, the matrices are worth the vendor's tiles. Steps of DeepSeek-V2-Lite on an H200, with these kernels and with the
-vendor's products, ms: 1 row 2.16 and 2.27, 4 rows 4.72 and 5.01, 24 rows 8.36 and 8.39, 100 rows 10.13 and 9.95."""
+MOST_TOKENS, MOST_VALUED = 256, 48
+"""Of what precedes attention, and of the values; of more, the matrices are worth the vendor's tiles. DeepSeek-V2-Lite's 16
+heads on an H200, us by tokens of a program (16, 32, 64, 128), and with the vendor's products:
+
+    tokens      before attention               vendor   values                         vendor
+    24          2.5    2.4    2.5    3.1       5.7      2.8    3.0    3.2    3.6       3.6
+    48          2.8    2.8    2.7    3.5       5.7      3.3    3.7    3.6    3.8       3.7
+    100         5.0    3.7    3.2    4.1       5.9      4.8    4.6    4.1    4.2       3.9
+    200         8.6    6.1    4.5    6.3       6.2      9.0    8.8    5.2    4.9       4.1
+"""
+_VALUED_AT_ONCE = 16
+"""Tokens of a program that makes values."""
 _KEYS_AT_ONCE = tl.constexpr(16)
 """Tokens whose latents a program norms."""
 
@@ -272,7 +281,7 @@ def values(read_TNR: Tensor, up_NXR: Tensor, out_TNV: Tensor) -> None:
     """Fills `out_TNV` with what heads read, from sums of latents; both are contiguous."""
     tokens, num_heads, rank = read_TNR.shape
     v_dim = out_TNV.shape[2]
-    block_t = _tokens_of(tokens)
+    block_t = _VALUED_AT_ONCE
     block_v = 16 if tokens <= 16 else 32
     _VALUES.launch(
         (cdiv(tokens, block_t), num_heads * cdiv(v_dim, block_v)),
@@ -295,8 +304,8 @@ def values(read_TNR: Tensor, up_NXR: Tensor, out_TNV: Tensor) -> None:
 
 
 def _tokens_of(tokens: int) -> int:
-    """Tokens of a program."""
-    return 16 if tokens <= 32 else 32
+    """Tokens of a program before attention (see `MOST_TOKENS`)."""
+    return 16 if tokens <= 48 else 64
 
 
 def _precision(x: Tensor) -> str:

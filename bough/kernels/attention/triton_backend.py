@@ -253,7 +253,10 @@ class TritonAttention:
             read_TNR = q.new_empty((front, spec.num_heads, rank))
             self._read_latents(spec, inputs, prepared, choice, q, read_TNR)
             out_TNV = q.new_empty((front, spec.num_heads, maps.v_dim))
-            absorbed.values(read_TNR, maps.weight, out_TNV)
+            if front <= absorbed.MOST_VALUED:
+                absorbed.values(read_TNR, maps.weight, out_TNV)
+            else:
+                maps.values(read_TNR, out_TNV)
             return out_TNV.flatten(1)
         q, k = latent.norm_rope_write(
             raw.q_TNH, raw.kv_TX, raw.norm_R, raw.positions_T, raw.cos_sin_PE, inputs.loc_T, cache,

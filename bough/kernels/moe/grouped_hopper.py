@@ -25,10 +25,11 @@ _ROW_BYTES = 128
 """Of a token or a weight row, that a step along the depth takes."""
 LEAST_STEPS = 5
 """Along the depth. With fewer than the ring has stages, one warpgroup of a block could be a tile ahead of the other."""
-LEAST_PAIRS = 24
+LEAST_PAIRS, LEAST_PAIRS_FP8 = 56, 24
 """(Token, expert) pairs of an expert, on average, from which on its weights are multiplied in tiles. With 128 experts of
-768 units in a model of 2,048 on an H200, us of a layer, the portable kernels first: 16 pairs 336 and 338, 32 pairs 391 and
-343, 64 396 and 379, 128 635 and 497, 256 1203 and 720, 512 2179 and 1229, 1,024 4071 and 2302."""
+768 units in a model of 2,048 on an H200, us of a layer, the portable kernels first: 16 pairs 306 and 334, 64 396 and 379,
+128 635 and 497, 256 1203 and 720, 512 2179 and 1229, 1,024 4071 and 2302; with 66 of 1,408 units, 24 pairs 294 and 320. The
+portable kernels' tiles of 64 tokens hold all of an expert's up to about 56 pairs, and are read once up to there."""
 LOW_PAIRS, LOW_PAIRS_FP8 = 48, 300
 """Pairs up to which tiles of 64 rows are faster (bf16, 32 pairs: 343 us, 128 rows 349; 64 pairs: 430 and 379. e4m3, 256
 pairs: 543 and 562; 512 pairs: 970 and 955)."""
@@ -61,17 +62,10 @@ HIGH = (
     _tiling(88, parts=2, stages=3, lag=2),
 )
 """Tiles of 256 rows."""
-MIDDLE = (_tiling(128, stages=4), _tiling(112, stages=4), _tiling(96, stages=4), _tiling(88, stages=5))
+MIDDLE = (_tiling(128, stages=4), _tiling(112, stages=4), _tiling(96, stages=4))
 """Of 128."""
-LOW = (
-    _tiling(128, turns=2, stages=4),
-    _tiling(112, turns=2, stages=4),
-    _tiling(96, turns=2, stages=5),
-    _tiling(88, turns=2, stages=5),
-    _tiling(64, turns=2, stages=5),
-)
-"""Of 64. Those are read as fast as memory brings weights, whatever their width, so it counts how many weight rows are
-fetched that a product doesn't have, and how long the last of the tiles take with most multiprocessors idle."""
+LOW = (_tiling(128, turns=2, stages=4), _tiling(112, turns=2, stages=4), _tiling(96, turns=2, stages=5))
+"""Of 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +90,15 @@ def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bo
     of = list(HIGH if per_expert > HIGH_PAIRS else MIDDLE if per_expert > low else LOW)
     if fp8:  # scales take registers that two parts of 104 features don't leave
         of = [tiling for tiling in of if tiling.parts * tiling.features <= 2 * 96]
-    waits = 0.0 if per_expert > low else _LAST_TILES / num_experts
     return GroupedTilings(
-        max(of, key=lambda tiling: _use(inner, 2 * tiling.features, waits)),
-        max(of, key=lambda tiling: _use(width, 4 * tiling.features, waits)),
+        max(of, key=lambda tiling: _use(inner, 2 * tiling.features)),
+        max(of, key=lambda tiling: _use(width, 4 * tiling.features)),
     )
 
 
-_LAST_TILES = 33.0
-"""Tiles' worth of time that a product of low tiles is longer for its last ones: half of those that an H200's 66 pairs of
-multiprocessors compute at once."""
-
-
-def _use(columns: int, of_pair: int, waits: float) -> float:
-    """The part of a product's time that goes into real columns, if a pair of blocks computes `of_pair` of them, and the last
-    tiles take as long as `waits` tiles of each expert."""
-    tiles = -(-columns // of_pair)
-    return columns / ((tiles + waits) * of_pair)
+def _use(columns: int, of_pair: int) -> float:
+    """The part of a product's columns that is real, if a pair of blocks computes `of_pair` of them."""
+    return columns / (-(-columns // of_pair) * of_pair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +133,7 @@ def load_cuts(cuts: Sequence[GroupedTilings], device: torch.device, *, fp8: bool
 
 @rehearsed
 @cache
-def is_ready(device: torch.device, num_experts: int, inner: int, width: int, fp8: bool) -> bool:
+def is_ready(device: torch.device, inner: int, width: int, fp8: bool) -> bool:
     """Whether the kernel can be had on a device; says why not where it could be expected.
 
     All it may be asked for by a model's experts is loaded at once: later it might be in the middle of a graph's capture.
@@ -155,8 +141,7 @@ def is_ready(device: torch.device, num_experts: int, inner: int, width: int, fp8
 
     def load() -> None:
         of_each = (LOW_PAIRS, HIGH_PAIRS, HIGH_PAIRS + 1)
-        cuts = [cut_for(pairs * num_experts, num_experts, inner, width, fp8=fp8) for pairs in of_each]
-        load_cuts(cuts, device, fp8=fp8)
+        load_cuts([cut_for(pairs, 1, inner, width, fp8=fp8) for pairs in of_each], device, fp8=fp8)
 
     return runs_on(device, load, "experts of many tokens are multiplied by the portable kernel")
 
@@ -164,9 +149,10 @@ def is_ready(device: torch.device, num_experts: int, inner: int, width: int, fp8
 def suits(x_TD: Tensor, weights: Weights, ids_Tk: Tensor, activation: str) -> bool:
     """Whether `experts` serves these, and is the fastest that does."""
     num_experts, width, inner = weights.down_EDF.shape
-    if ids_Tk.numel() < LEAST_PAIRS * num_experts or activation != "silu" or x_TD.dtype != torch.bfloat16:
+    least = LEAST_PAIRS_FP8 if weights.is_fp8 else LEAST_PAIRS
+    if ids_Tk.numel() < least * num_experts or activation != "silu" or x_TD.dtype != torch.bfloat16:
         return False
-    return can_serve(weights) and is_ready(x_TD.device, num_experts, inner, width, weights.is_fp8)
+    return can_serve(weights) and is_ready(x_TD.device, inner, width, weights.is_fp8)
 
 
 def can_serve(weights: Weights) -> bool:

@@ -44,7 +44,7 @@ def suits(
     return (
         2 * gate_up.num_rows * width <= MOST_UNPACKED_EXPERTS
         and grouped_hopper.takes(width, inner, torch.bfloat16)
-        and grouped_hopper.is_ready(x_TD.device, num_experts, inner, width, False)
+        and grouped_hopper.is_ready(x_TD.device, inner, width, False)
     )
 
 

@@ -14,16 +14,12 @@ CUTS = {
     "high": GroupedTilings(HIGH[0], HIGH[1]),
     "high, odd": GroupedTilings(HIGH[2], HIGH[1]),
     "middle": GroupedTilings(MIDDLE[0], MIDDLE[2]),
-    "middle, odd": GroupedTilings(MIDDLE[3], MIDDLE[1]),
     "low": GroupedTilings(LOW[0], LOW[2]),
-    "low, odd": GroupedTilings(LOW[3], LOW[4]),
-    "low, narrow": GroupedTilings(LOW[4], LOW[3]),
 }
 FP8_CUTS = {
     "high": GroupedTilings(HIGH[0], HIGH[2]),
     "middle": GroupedTilings(MIDDLE[0], MIDDLE[0]),
     "low": GroupedTilings(LOW[0], LOW[0]),
-    "low, narrow": GroupedTilings(LOW[4], LOW[3]),
 }
 
 

@@ -167,7 +167,7 @@ def _latents(bed: Bed, dtype: torch.dtype, cache: torch.dtype, *, interleaved: b
     rows = ragged(bed)
     rows += [(1500, 0), (300, 2500), (70, 0), (1, 3), (2100, 700)] if bed.large else [(40, 0), (30, 45), (1, 3)]
     if kind == "few queries":
-        count = bed.rng.choice((1, 14, 60, 150)) if bed.large else bed.rng.choice((1, 20))
+        count = bed.rng.choice((1, 14, 60, 150)) if bed.large else bed.rng.choice((1, 20, 70))
         rows = [(bed.rng.choice((1, 1, 2)), bed.rng.randrange(3000 if bed.large else 40)) for _ in range(count)]
     bed.rng.shuffle(rows)
     with small_shapes(bed), thresholds(bed):
