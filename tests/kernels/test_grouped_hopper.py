@@ -39,7 +39,7 @@ def test_cuts_waste_few_columns(pairs: int, sizes: tuple[int, int]) -> None:
 
 def test_more_pairs_have_higher_tiles() -> None:
     heights = [cut_for(pairs, 128, 768, 2048).height for pairs in (4000, 20_000, 130_000, 300_000)]
-    assert heights == [64, 128, 128, 256]
+    assert heights == [128, 128, 128, 256]
     heights = [cut_for(pairs, 128, 768, 2048, fp8=True).height for pairs in (4000, 20_000, 130_000, 300_000)]
     assert heights == [64, 64, 128, 256]
 
@@ -72,6 +72,38 @@ def test_many_tokens_are_served_where_it_suits(monkeypatch: pytest.MonkeyPatch) 
         wanted = reference.fused_experts(x, *stacks, shares, ids) if tokens == 200 else torch.zeros_like(x)
         assert torch.equal(got, wanted)
     assert served == [200]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "rows"), [(1, 66, 1408), (2, 128, 768), (4, 66, 1408), (16, 8, 512), (1, 8, 256)]
+)
+def test_few_pairs_have_tiles_for_all_multiprocessors(tokens: int, experts: int, rows: int) -> None:
+    """The widest that do, and the narrowest where none does."""
+    pairs = tokens * min(8, experts)
+    wide = portable.shape_for(pairs, experts, rows).block_n
+    tiles = {width: pairs * rows // width for width in (16, 32, 64)}
+    assert wide == max((width for width, count in tiles.items() if count >= 128), default=16)
+
+
+def test_tiles_hold_an_experts_tokens() -> None:
+    """But for a tenth of the experts, if tokens are routed at random, up to where the grouped kernel takes over."""
+    draw = torch.Generator().manual_seed(0)
+    for per_expert in range(2, grouped_hopper.LEAST_PAIRS, 3):
+        tokens = torch.poisson(torch.full((4096,), float(per_expert)), generator=draw)
+        height = portable.shape_for(per_expert * 128, 128, 768).block_t
+        assert (tokens > height).float().mean() < 0.15
+        assert height <= 16 or per_expert > height / 4
+
+
+def test_few_pairs_of_an_expert_are_left_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In e4m3 the grouped kernel takes over earlier."""
+    monkeypatch.setattr(grouped_hopper, "is_ready", lambda *_: True)
+    stacks = torch.empty(4, 1536, 2048, dtype=torch.bfloat16), torch.empty(4, 2048, 768, dtype=torch.bfloat16)
+    small = Weights(*(each.to(torch.float8_e4m3fn) for each in stacks), torch.ones(4, 1536), torch.ones(4, 2048))
+    for weights, least in ((Weights(*stacks), grouped_hopper.LEAST_PAIRS), (small, grouped_hopper.LEAST_PAIRS_FP8)):
+        for tokens, is_served in ((2 * least, True), (2 * least - 1, False)):
+            x, ids = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 2, dtype=torch.int32)
+            assert grouped_hopper.suits(x, weights, ids, "silu") == is_served
 
 
 def test_every_macro_of_the_source_is_given() -> None:

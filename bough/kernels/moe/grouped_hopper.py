@@ -30,9 +30,9 @@ LEAST_PAIRS, LEAST_PAIRS_FP8 = 56, 24
 768 units in a model of 2,048 on an H200, us of a layer, the portable kernels first: 16 pairs 306 and 334, 64 396 and 379,
 128 635 and 497, 256 1203 and 720, 512 2179 and 1229, 1,024 4071 and 2302; with 66 of 1,408 units, 24 pairs 294 and 320. The
 portable kernels' tiles of 64 tokens hold all of an expert's up to about 56 pairs, and are read once up to there."""
-LOW_PAIRS, LOW_PAIRS_FP8 = 48, 300
-"""Pairs up to which tiles of 64 rows are faster (bf16, 32 pairs: 343 us, 128 rows 349; 64 pairs: 430 and 379. e4m3, 256
-pairs: 543 and 562; 512 pairs: 970 and 955)."""
+LOW_PAIRS_FP8 = 300
+"""Pairs up to which tiles of 64 rows are faster with e4m3 (256 pairs: 543 and 562 us; 512 pairs: 970 and 955). With bf16
+those of 128 are (64 pairs: 430 and 379)."""
 HIGH_PAIRS = 2048
 """Pairs from which on tiles of 256 rows are used, which fetch less for a product; with 1,024 pairs they take 3 % longer
 than 128."""
@@ -86,8 +86,8 @@ class Weights:
 def cut_for(num_pairs: int, num_experts: int, inner: int, width: int, *, fp8: bool = False) -> GroupedTilings:
     """How experts of `inner` units and `width` features are cut for `pairs` pairs."""
     per_expert = num_pairs / num_experts
-    low = LOW_PAIRS_FP8 if fp8 else LOW_PAIRS
-    of = list(HIGH if per_expert > HIGH_PAIRS else MIDDLE if per_expert > low else LOW)
+    is_low = fp8 and per_expert <= LOW_PAIRS_FP8
+    of = list(HIGH if per_expert > HIGH_PAIRS else LOW if is_low else MIDDLE)
     if fp8:  # scales take registers that two parts of 104 features don't leave
         of = [tiling for tiling in of if tiling.parts * tiling.features <= 2 * 96]
     return GroupedTilings(
@@ -140,7 +140,7 @@ def is_ready(device: torch.device, inner: int, width: int, fp8: bool) -> bool:
     """
 
     def load() -> None:
-        of_each = (LOW_PAIRS, HIGH_PAIRS, HIGH_PAIRS + 1)
+        of_each = (1, HIGH_PAIRS, HIGH_PAIRS + 1)
         load_cuts([cut_for(pairs, 1, inner, width, fp8=fp8) for pairs in of_each], device, fp8=fp8)
 
     return runs_on(device, load, "experts of many tokens are multiplied by the portable kernel")
