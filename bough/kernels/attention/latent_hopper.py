@@ -98,7 +98,8 @@ class LatentRoom:
         """For the plan, and for others that need less."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a graph would capture the zeroing of the counters: run once before")
-        tiles, chunks = power_of_two(plan.tiles.shape[1], 1024), max(power_of_two(plan.num_chunks), num_sms(device))
+        tiles = power_of_two(plan.tiles.shape[1], 1024)
+        chunks = max(power_of_two(plan.num_chunks), num_sms(device), MOST_ROWS)
         return LatentRoom(
             torch.empty((2 * chunks, 16, RANK), dtype=torch.float32, device=device),
             torch.empty((2 * chunks, _MOST_CLUSTER, 2, 16), dtype=torch.float32, device=device),

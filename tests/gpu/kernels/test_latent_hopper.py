@@ -21,6 +21,7 @@ CONTEXTS = {
     "edges": [1, 30, 31, 32, 63, 64, 65],
     "long": [5000, 3, 700],
     "some": [random.Random(row).randrange(0, 900) for row in range(40)],
+    "even": [299] * 200,
     "most": [random.Random(row).randrange(0, 400) for row in range(latent_hopper.MOST_ROWS - 3)],
 }
 

@@ -26,6 +26,9 @@ def plan_cases(bed: Bed) -> Cases:
     ]  # fmt: skip
     for count, rows, longest in axes:
         yield f"plan {count} {rows} rows up to {longest}", partial(_plan, bed, count, rows, longest)
+    # Padded; cut, since some programs would have two rows; uncut, since most have two; padded.
+    for rows in ((100, 600, 10, True), (140, 300, 6, False), (200, 300, 5, True), (24, 1000, 4, True)):
+        yield f"plan {rows[0]} rows of {rows[1]}", partial(_even, bed, *rows)
     for count, passes, longest in bed.cover((1, 5, 64, 100), (1, 4), (100, 9000)):
         yield f"plan {passes} passes of {count} rows up to {longest}", partial(_chain, bed, count, passes, longest)
     for count, room in bed.cover((1, 8, 64, 500), (0, 400)):
@@ -59,6 +62,32 @@ def _listed(bed: Bed, count: int, room: int) -> None:
     assert int(listed.count) == len(want) <= len(listed.places)
     assert listed.places[: len(want)].tolist() == want.tolist()
     assert listed.longest >= max((n for _, n in rows), default=0)
+
+
+def _even(bed: Bed, count: int, length: int, per_chunk: int, is_aligned: bool) -> None:
+    """Rows of a length that may be padded, on a device with 132 multiprocessors."""
+    inputs = AttentionInputs(
+        query_start_R1=bed.ints(range(count + 1)),
+        kv_len_R=bed.ints([length] * count),
+        slots_R=bed.ints(range(count)),
+        page_table=bed.ints([[0]]),
+        loc_T=bed.ints([0] * count, torch.int64),
+        page_size=64,
+        max_query=1,
+        max_kv=length,
+        k_caches=[],
+        v_caches=[],
+    )
+    kind = Kind(16, 1, None, True)
+    before = planning.num_sms
+    try:
+        planning.num_sms = lambda device: 132
+        with poison():
+            got = planning.plan_rows(inputs, kind, Shape(16, 64, 9, 2, 1, may_pad=True), most_query=1)
+    finally:
+        planning.num_sms = before
+    _same_plan(got, [(1, length - 1, row, row, 0, 0) for row in range(count)], kind, 132, count, in_order=False)
+    assert got.header.tolist()[1::2] == [per_chunk, is_aligned]
 
 
 def _plan(bed: Bed, count: int, rows: str, longest: int) -> None:
@@ -140,14 +169,18 @@ def _same_plan(
     assert got.target <= (got.shape.most_programs or got.target)
     units, total, longest = len(tiles) * kind.num_kv_heads, sum(blocks) * kind.num_kv_heads, max(blocks, default=0)
     per_chunk = max(-(-total // got.target), -(-longest // most_splits), got.shape.min_tokens // block_n, 1)
-    aligned = units <= got.num_chunks and longest <= per_chunk
-    if not aligned and got.num_chunks > got.target <= 2 * units and total * block_n <= units * planning.SHORT.value:
+    room = got.num_chunks if got.shape.may_align else got.target
+    aligned = units <= room and longest <= per_chunk
+    if not aligned and room > got.target <= 2 * units and total * block_n <= units * planning.SHORT.value:
         aligned, per_chunk = True, 2 * per_chunk
     if not aligned and got.shape.may_pad and not in_order:
         for wider in (per_chunk + per_chunk * eighths // 8 for eighths in range(5)):
             if sum(-(-each // wider) for each in blocks) * kind.num_kv_heads <= got.target:
                 aligned, per_chunk = True, wider
                 break
+        in_turn = -(-units // got.target)
+        if not aligned and got.target < units <= got.num_chunks and in_turn * longest <= per_chunk + 2:
+            aligned, per_chunk = True, longest
     if aligned:
         if not in_order:
             order = sorted(range(len(tiles)), key=lambda i: (longest - blocks[i]) * 4 // longest)
