@@ -99,7 +99,8 @@ def test_few_pairs_of_an_expert_are_left_to_the_portable_kernels(monkeypatch: py
     """In e4m3 the grouped kernel takes over earlier."""
     monkeypatch.setattr(grouped_hopper, "is_ready", lambda *_: True)
     stacks = torch.empty(4, 1536, 2048, dtype=torch.bfloat16), torch.empty(4, 2048, 768, dtype=torch.bfloat16)
-    small = Weights(*(each.to(torch.float8_e4m3fn) for each in stacks), torch.ones(4, 1536), torch.ones(4, 2048))
+    gate_up, down = (each.to(torch.float8_e4m3fn) for each in stacks)
+    small = Weights(gate_up, down, torch.ones(4, 1536), torch.ones(4, 2048))
     for weights, least in ((Weights(*stacks), grouped_hopper.LEAST_PAIRS), (small, grouped_hopper.LEAST_PAIRS_FP8)):
         for tokens, is_served in ((2 * least, True), (2 * least - 1, False)):
             x, ids = torch.empty(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 2, dtype=torch.int32)
