@@ -233,10 +233,13 @@ class _Child:
         said, _ = self._process.communicate()
         if self._process.returncode:
             raise self._failed()
-        return msgspec.json.decode(said, type=ShareResult)
+        try:
+            return msgspec.json.decode(said, type=ShareResult)
+        except msgspec.DecodeError as error:
+            raise self._failed(f"{len(said)} bytes of results came, which are no results: {error}") from error
 
-    def _failed(self) -> BoughError:
-        return BoughError(what="a client process failed", why=f"it ended with status {self._process.wait()}")
+    def _failed(self, why: str = "it left no results") -> BoughError:
+        return BoughError(what="a client process failed", why=f"it ended with status {self._process.wait()}: {why}")
 
 
 def _divide(cap: int, processes: int) -> list[int]:
@@ -265,10 +268,12 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 def _child() -> None:
     share = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientShare)
-    sys.stdout.buffer.write(b"ready\n")
-    sys.stdout.buffer.flush()
-    share.begin_s = float(sys.stdin.buffer.readline())
-    sys.stdout.buffer.write(msgspec.json.encode(run_async(run_share(share))))
+    # Not sys.stdout: with PYTHONUNBUFFERED one write of that may write only a part.
+    with open(1, "wb", closefd=False) as out:
+        out.write(b"ready\n")
+        out.flush()
+        share.begin_s = float(sys.stdin.buffer.readline())
+        out.write(msgspec.json.encode(run_async(run_share(share))))
 
 
 if __name__ == "__main__":
