@@ -2,7 +2,7 @@
 
 Some virtual machines advertise AMX but do not let a process use its tile registers: the first bf16 matrix product of
 torch then kills the process with SIGILL. A child process tries one, once per CPU and torch version; if it dies, the
-instruction set is limited.
+instruction set is limited. That takes as long as importing torch does: where a GPU computes, it is limited untried.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def prepare_environment(
-    *, threads: int | None = None, environment: MutableMapping[str, str] | None = None
+    *,
+    threads: int | None = None,
+    environment: MutableMapping[str, str] | None = None,
+    on_gpu: Callable[[], bool] | None = None,
 ) -> list[str]:
     """Sets what torch and OpenMP read when they load. To be called before torch is imported; imports no torch itself.
 
-    `threads`: number of OpenMP threads (None: one per physical core that this process may use). Returns a sentence for
-    each variable that it set; variables that the user set are not changed.
+    `threads`: number of OpenMP threads (None: one per physical core that this process may use). `on_gpu`: whether matrix
+    products are computed on a GPU, where a child process isn't waited for; asked only where one would be started. Returns a
+    sentence for each variable that it set; variables that the user set are not changed.
     """
     variables = os.environ if environment is None else environment
     said = []
@@ -55,9 +59,13 @@ def prepare_environment(
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & variables.keys():
         variables["GOMP_SPINCOUNT"] = IDLE_SPINS
         said.append(f"GOMP_SPINCOUNT={IDLE_SPINS}: torch's idle threads leave the cores to others soon")
-    if ISA_VARIABLE not in variables and needs_isa_cap(cpu):
-        variables[ISA_VARIABLE] = ISA_WITHOUT_AMX
-        said.append(f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}: matrix products with AMX kill the process on this machine")
+    if ISA_VARIABLE not in variables:
+        known = known_isa_cap(cpu)
+        untried = known is None and on_gpu is not None and on_gpu()
+        if untried or (needs_isa_cap(cpu) if known is None else known):
+            variables[ISA_VARIABLE] = ISA_WITHOUT_AMX
+            why = "were not tried, and a GPU computes" if untried else "kill the process on this machine"
+            said.append(f"{ISA_VARIABLE}={ISA_WITHOUT_AMX}: matrix products with AMX {why}")
     if "torch" in sys.modules and said and environment is None:
         log.warning("torch was imported before its environment was prepared: %s comes too late", "; ".join(said))
     return said
@@ -68,16 +76,25 @@ def needs_isa_cap(cpu: CpuFacts, run_probe: Callable[[bool], bool] | None = None
 
     `run_probe(capped)` returns whether a child process survives the products.
     """
-    if not _may_have_amx(cpu):
-        return False
-    key = f"{fingerprint()} | torch {_torch_version()}"
-    known = recall("isa_probe", key)
-    if isinstance(known, bool):
+    known = known_isa_cap(cpu)
+    if known is not None:
         return known
     survives = run_probe or survives_matmul
     needed = not survives(False) and survives(True)
-    remember("isa_probe", key, needed)
+    remember("isa_probe", _probe_key(), needed)
     return needed
+
+
+def known_isa_cap(cpu: CpuFacts) -> bool | None:
+    """As `needs_isa_cap`, without a probe. None: it takes one to know."""
+    if not _may_have_amx(cpu):
+        return False
+    known = recall("isa_probe", _probe_key())
+    return known if isinstance(known, bool) else None
+
+
+def _probe_key() -> str:
+    return f"{fingerprint()} | torch {_torch_version()}"
 
 
 def survives_matmul(capped: bool) -> bool:

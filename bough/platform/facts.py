@@ -78,6 +78,11 @@ def detect(device: Literal["auto", "cpu", "cuda"] = "auto") -> DeviceFacts:
     )
 
 
+def computes_on_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
+    """Whether `detect` finds facts about a GPU for this device."""
+    return device != "cpu" and torch_cuda_version() is not None and query_gpu() is not None
+
+
 def torch_cuda_version() -> str | None:
     """The CUDA version that the installed torch was built for, or None; read from its files, without importing it."""
     spec = importlib.util.find_spec("torch")

@@ -84,7 +84,7 @@ def test_tests_are_limited_whichever_of_them_runs_alone() -> None:
 
 
 def test_users_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "needs_isa_cap", lambda cpu: True)
+    monkeypatch.setattr(environment, "known_isa_cap", lambda cpu: True)
     mine = {ISA_VARIABLE: "AVX2", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "active"}
     before = dict(mine)
     assert prepare_environment(environment=mine) == []
@@ -92,7 +92,7 @@ def test_users_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_missing_is_set_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "needs_isa_cap", lambda cpu: True)
+    monkeypatch.setattr(environment, "known_isa_cap", lambda cpu: True)
     empty: dict[str, str] = {}
     said = prepare_environment(environment=empty)
     assert empty == {
@@ -104,6 +104,23 @@ def test_what_is_missing_is_set_and_said(monkeypatch: pytest.MonkeyPatch) -> Non
     fixed: dict[str, str] = {}
     prepare_environment(threads=5, environment=fixed)
     assert fixed["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_no_probe_is_waited_for_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    probe = Probe(uncapped=True, capped=True)
+    monkeypatch.setattr(environment, "processor", lambda: AMX_CPU)
+    monkeypatch.setattr(environment, "survives_matmul", probe)
+    variables: dict[str, str] = {}
+    prepare_environment(environment=variables, on_gpu=lambda: on_gpu)
+    assert (variables.get(ISA_VARIABLE), probe.asked) == ((ISA_WITHOUT_AMX, []) if on_gpu else (None, [False]))
+    # The next start on the CPU tries, and then all know.
+    variables.clear()
+    prepare_environment(environment=variables)
+    assert (variables.get(ISA_VARIABLE), probe.asked) == (None, [False])
+    variables.clear()
+    prepare_environment(environment=variables, on_gpu=lambda: pytest.fail("it is known"))
+    assert ISA_VARIABLE not in variables
 
 
 def test_facts_and_environment_need_no_torch() -> None:
