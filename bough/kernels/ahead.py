@@ -94,6 +94,10 @@ class Compilers:
     def asked(self) -> int:
         return len(self._ended)
 
+    def is_pending(self, first: int) -> bool:
+        """Whether one of the `first` jobs has not ended."""
+        return not all(ended.is_set() for ended in self._ended[:first])
+
     def ask(self, key: object, job: Job, *, urgent: bool) -> None:
         """Has a job done, unless one with this key was asked for before."""
         with self._lock:

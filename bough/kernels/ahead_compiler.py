@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections import deque
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from bough.kernels.ahead import Ask, CudaJob, Job, TritonJob, decode, named
@@ -20,12 +21,16 @@ from bough.kernels.ahead import Ask, CudaJob, Job, TritonJob, decode, named
 _LATER_NICENESS = 10
 """Of jobs that aren't urgent: the engine serves while they run."""
 _ERROR_BYTES = 500
+_TRITON_COST = 15_000
+"""See `_cost`: about a second, as most of ours and their launchers take."""
 
 
 class _Server:
     def __init__(self, processes: int) -> None:
         self._processes = processes
-        self._urgent: deque[int] = deque()
+        self._awaited: deque[int] = deque()
+        self._urgent: list[tuple[int, int]] = []
+        """A heap of (minus cost, number)."""
         self._later: deque[int] = deque()
         self._jobs: dict[int, Job] = {}
         self._running: dict[int, tuple[int, int]] = {}
@@ -37,14 +42,24 @@ class _Server:
     def run(self) -> None:
         """Until there is nothing left to do."""
         self._selector.register(0, selectors.EVENT_READ)
-        while not (self._is_last and not self._running and not self._urgent and not self._later):
-            while len(self._running) < self._processes and (self._urgent or self._later):
-                self._begin()
+        while not (self._is_last and not (self._running or self._awaited or self._urgent or self._later)):
+            self._start_some()
             for key, _ in self._selector.select():
                 if key.fd == 0:
                     self._take()
                 else:
                     self._end(key.fd)
+
+    def _start_some(self) -> None:
+        """Those that are awaited, at once: what runs otherwise has a lower priority, or is awaited as well. Others as far as
+        there are processes for them."""
+        while self._awaited:
+            self._begin(self._awaited.popleft(), 0)
+        while len(self._running) < self._processes and (self._urgent or self._later):
+            if self._urgent:
+                self._begin(heappop(self._urgent)[1], 0)
+            else:
+                self._begin(self._later.popleft(), _LATER_NICENESS)
 
     def _take(self) -> None:
         data = os.read(0, 1 << 16)
@@ -63,18 +78,33 @@ class _Server:
             self._is_last = True
         elif ask.job is not None:
             self._jobs[ask.number] = ask.job
-            (self._urgent if ask.urgent else self._later).append(ask.number)
-        elif ask.number in self._later or ask.number in self._urgent:
-            (self._later if ask.number in self._later else self._urgent).remove(ask.number)
-            self._urgent.appendleft(ask.number)
+            if ask.urgent:
+                heappush(self._urgent, (-_cost(ask.job), ask.number))
+            else:
+                self._later.append(ask.number)
+        else:
+            self._await(ask.number)
 
-    def _begin(self) -> None:
-        urgent = bool(self._urgent)
-        number = (self._urgent if urgent else self._later).popleft()
+    def _await(self, number: int) -> None:
+        """The engine waits for this one now."""
+        urgent = [number for _, number in self._urgent]
+        if number in self._later:
+            self._later.remove(number)
+            self._awaited.append(number)
+        elif number in urgent:
+            del self._urgent[urgent.index(number)]
+            heapify(self._urgent)
+            self._awaited.append(number)
+        for process, running in self._running.values():
+            if running == number:
+                with contextlib.suppress(OSError):  # only root may
+                    os.setpriority(os.PRIO_PROCESS, process, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def _begin(self, number: int, niceness: int) -> None:
         ours, theirs = os.pipe()
         process = os.fork()
         if process == 0:
-            _work(self._jobs[number], theirs, _LATER_NICENESS * (not urgent))
+            _work(self._jobs[number], theirs, niceness)
         os.close(theirs)
         self._running[ours] = process, number
         self._selector.register(ours, selectors.EVENT_READ)
@@ -88,6 +118,14 @@ class _Server:
         if status and not error:
             error = f"a compiler ended with {os.waitstatus_to_exitcode(status)}".encode()
         os.write(1, b"%d %s\n" % (number, b" ".join(error.split())))
+
+
+def _cost(job: Job) -> int:
+    """In bytes of a CUDA source that takes as long. Only an order: the longest begin first."""
+    if isinstance(job, CudaJob):
+        with contextlib.suppress(OSError):
+            return os.stat(job.path).st_size
+    return _TRITON_COST
 
 
 def _work(job: Job, pipe: int, niceness: int) -> None:

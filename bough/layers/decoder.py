@@ -195,13 +195,14 @@ class Decoder(nn.Module):
         return True
 
 
-def one_by_one(model: Decoder, stream: Stream, batch: Batch) -> None:
+def one_by_one(model: Decoder, stream: Stream, batch: Batch, only: frozenset[int] | None = None) -> None:
+    """`only`: the layers that are run, where it doesn't matter what becomes of the stream; None: all."""
     if batch.taps is not None:
         _tapped(model, stream, batch, batch.taps)
         return
     deep = model.deepstack if batch.media is not None else 0
     for number, block in enumerate(model.layers):
-        if not isinstance(block, Elsewhere):
+        if not isinstance(block, Elsewhere) and (only is None or number in only):
             block(stream, batch)
             if number < deep:
                 add_deep(model, stream, batch, number)

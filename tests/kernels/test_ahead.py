@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bough.kernels import ahead
+from bough.kernels import ahead, ahead_compiler
 from bough.kernels.zeroed import Zeroed
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ class Hopper:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Hopper())
-from bough.kernels import ahead
+from bough.kernels import ahead, ahead_compiler
 from bough.kernels.norm.triton import _norm_kernel, rms_norm
 
 ahead.start(2)
@@ -87,6 +87,25 @@ def test_a_job_that_fails_is_not_waited_for() -> None:
     compilers.wait("never asked for")
     compilers._reader.join(60)
     assert (compilers.failed, compilers.pending, called) == (1, 0, [])
+
+
+def test_what_takes_long_begins_first_and_what_is_awaited_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    server = ahead_compiler._Server(2)
+    monkeypatch.setattr(server, "_begin", lambda number, niceness: begun.append((number, niceness)))
+    long, short = tmp_path / "long.cu", tmp_path / "short.cu"
+    long.write_bytes(b" " * 40_000)
+    short.write_bytes(b" " * 9_000)
+    triton = ahead.TritonJob("bough.a", "b", {}, {}, {}, ("cuda", 90, 32), {})
+    jobs = [ahead.CudaJob(str(short), "sm_90a", {}), triton, ahead.CudaJob(str(long), "sm_90a", {})]
+    for number, job in enumerate([*jobs, *jobs]):
+        server._note(ahead.encode(ahead.Ask(number, job, urgent=number < 3)))
+    for awaited in (4, 0, 99):
+        server._note(ahead.encode(ahead.Ask(awaited, None, urgent=True)))
+    server._start_some()
+    assert begun == [(4, 0), (0, 0), (2, 0), (1, 0), (3, 10), (5, 10)]
 
 
 def test_compilers_that_end_are_not_waited_for() -> None:

@@ -17,6 +17,7 @@ from bough.core.step import RunnerLimits, SpanCosts
 from bough.kernels import ahead
 from bough.kernels.attention import AttentionInputs, reference
 from bough.layers.batch import attention_specs
+from bough.layers.decoder import Decoder, one_by_one
 from bough.memory.mha import KVPool, KVShape
 from bough.models.load import build_model
 from bough.platform import Device
@@ -39,7 +40,7 @@ class ReferenceAttention:
 @pytest.fixture
 def runner(tmp_path: Path) -> ModelRunner:
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -57,8 +58,7 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 def test_all_steps_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0))
-    monkeypatch.setattr(compiling, "LATER_S", 1e9)
+    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0, is_pending=lambda first: True))
     launched: list[int] = []
     launch = runner.launch
     monkeypatch.setattr(runner, "launch", lambda step: (launched.append(step.num_tokens), launch(step))[1])
@@ -75,10 +75,55 @@ def test_all_steps_run(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, cap
 def test_time_is_limited(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0))
+    pending = True
+    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0, is_pending=lambda first: pending))
     monkeypatch.setattr(compiling, "LATER_S", 0.0)
-    monkeypatch.setattr(compiling, "_later", lambda *_: iter([lambda: None, lambda: pytest.fail("too late")] * 2))
+    ran: list[str] = []
+
+    def first_ends() -> None:
+        nonlocal pending
+        ran.append("first")
+        pending = False
+
+    steps = [("first", first_ends), ("the second", lambda: ran.append("second"))]
+    monkeypatch.setattr(compiling, "_later", lambda *_: [compiling._Rehearsed(*step) for step in steps])
+    monkeypatch.setattr(compiling, "_rare", lambda *_: [])
     monkeypatch.setattr(compiling, "rehearsals", lambda _: [])
     with caplog.at_level(logging.INFO):
         compiling.compile_ahead(runner, [], 64)
-    assert "not all steps were rehearsed" in caplog.text
+    assert ran == ["first"]
+    assert "steps from that of the second on were not rehearsed" in caplog.text
+
+
+def test_layers_that_are_alike_run_once(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0, is_pending=lambda first: False))
+    model = runner.forward.model
+    assert isinstance(model, Decoder)
+    ran: list[int] = []
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    monkeypatch.setattr(compiling, "rehearsals", lambda _: [])
+    monkeypatch.setattr(compiling, "_later", lambda *_: [])
+    compiling.compile_ahead(runner, [Extents(8, 8, 8)], 64)
+    assert ran == [0, 1, 5]
+    assert model.run_blocks is one_by_one
+
+
+def test_a_step_that_needs_all_layers_has_them(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_compilers", SimpleNamespace(asked=0, is_pending=lambda first: False))
+    model = runner.forward.model
+    assert isinstance(model, Decoder)
+    ran: list[int] = []
+
+    def note(number: int) -> None:
+        if number and number - 1 not in ran:
+            raise RuntimeError("the layer before is missing")
+        ran.append(number)
+
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: note(number))
+    monkeypatch.setattr(compiling, "rehearsals", lambda _: [])
+    monkeypatch.setattr(compiling, "_later", lambda *_: [])
+    compiling.compile_ahead(runner, [Extents(8, 8, 8)], 64)
+    assert ran == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert model.run_blocks is one_by_one
