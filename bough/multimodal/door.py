@@ -14,8 +14,8 @@ from bough.multimodal.address import parse_file
 from bough.multimodal.allowed import AllowList
 from bough.multimodal.errors import MediaError, MediaNotAllowed, MediaTooLarge, MediaUnsupported
 from bough.multimodal.local import read_below, too_many_bytes
+from bough.multimodal.look_up import Resolve, look_up
 from bough.multimodal.picture import Picture, read_picture, sniff_video
-from bough.multimodal.remote import Resolve, fetch, look_up
 from bough.multimodal.sound import sniff_sound
 
 _MOST_HEAD = 256
@@ -97,6 +97,8 @@ class Door:
             case "data":
                 return await asyncio.to_thread(_from_data_url, url, self._config.max_media_bytes)
             case "http" | "https":
+                from bough.multimodal.remote import fetch  # a client, which most servers never need
+
                 return await fetch(
                     url, self._allowed, most_bytes=self._config.max_media_bytes, timeout_s=self._config.media_timeout_s,
                     resolve=self._resolve,

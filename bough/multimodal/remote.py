@@ -4,9 +4,8 @@ is connected to, so that a name that changes its mind gains nothing. Every redir
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import httpcore
@@ -15,18 +14,10 @@ from bough.multimodal.address import WebAddress, parse_web
 from bough.multimodal.allowed import AllowList
 from bough.multimodal.errors import MediaNotAllowed, MediaUnreachable
 from bough.multimodal.local import too_many_bytes
-
-Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""A host's addresses. Raises OSError if it has none."""
+from bough.multimodal.look_up import Resolve, look_up
 
 MAX_REDIRECTS = 3
 _MOVED = frozenset({301, 302, 303, 307, 308})
-
-
-async def look_up(host: str, port: int) -> list[str]:
-    """What the system's resolver says."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(place[4][0]) for place in found))
 
 
 async def fetch(
