@@ -90,27 +90,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bough-bench-") as folder:
         settings = with_tokenizer(settings, Path(folder))
         with served(settings) as server:
-            over_http = [
-                best(options.repeats, lambda seed, loop=loop: server.run(loop, seed, options)) for loop in options.loops
-            ]
-        direct = run_direct(settings, options)
-    rows = [
-        {**asdict(loop), **http, **{f"engine_{name}": value for name, value in engine.items()},
-         "ratio": round(http["tokens_per_s"] / engine["tokens_per_s"], 4)}
-        for loop, http, engine in zip(options.loops, over_http, direct, strict=True)
-    ]  # fmt: skip
+            over_http = []
+            for loop in options.loops:
+                over_http.append(best(options.repeats, lambda seed, loop=loop: server.run(loop, seed, options)))
+                if not options.json:
+                    print(f"{_words(loop)}: HTTP {over_http[-1]['tokens_per_s']:.0f} tokens/s", flush=True)
+        rows: list[Json] = []
+        for loop, http, engine in zip(options.loops, over_http, run_direct(settings, options), strict=True):
+            numbers = {f"engine_{name}": value for name, value in engine.items()}
+            ratio = round(http["tokens_per_s"] / engine["tokens_per_s"], 4)
+            rows.append({**asdict(loop), **http, **numbers, "ratio": ratio})
+            if not options.json:
+                _print(loop, rows[-1])
     if options.json:
         print(json.dumps(rows))
-        return
-    for row in rows:
-        print(
-            f"{row['clients']} clients, {row['requests']} requests of {row['tokens_in']} in and {row['tokens_out']} out: "
-            f"HTTP {row['tokens_per_s']:.0f} tokens/s ({row['seconds']:.2f} s), engine {row['engine_tokens_per_s']:.0f} "
-            f"({row['engine_seconds']:.2f} s), ratio {row['ratio']:.3f}; first token {row['ttft_ms']:.0f} ms, "
-            f"client {row['client_busy']:.2f} of a core"
-        )
-        for name, share in sorted(row["cpu"].items()):
-            print(f"    {name:<28} {share:.2f} of a core")
+
+
+def _print(loop: ClosedLoop, row: Json) -> None:
+    print(
+        f"{_words(loop)}: HTTP {row['tokens_per_s']:.0f} tokens/s ({row['seconds']:.2f} s), engine "
+        f"{row['engine_tokens_per_s']:.0f} ({row['engine_seconds']:.2f} s), ratio {row['ratio']:.3f}; first token "
+        f"{row['ttft_ms']:.0f} ms, client {row['client_busy']:.2f} of a core"
+    )
+    for name, share in sorted(row["cpu"].items()):
+        print(f"    {name:<28} {share:.2f} of a core", flush=True)
+
+
+def _words(loop: ClosedLoop) -> str:
+    return f"{loop.clients} clients, {loop.requests} requests of {loop.tokens_in} in and {loop.tokens_out} out"
 
 
 def best(repeats: int, run: Any) -> Json:
@@ -236,8 +243,8 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 # -- without it -----------------------------------------------------------------------------------
 
 
-def run_direct(settings: Mapping[str, Any], options: argparse.Namespace) -> list[Json]:
-    """The loops, on an engine that this process calls."""
+def run_direct(settings: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Json]:
+    """The loops, on an engine that this process calls, one after the other."""
     from bough.offline import Engine
 
     with Engine(**settings) as engine:
@@ -248,7 +255,8 @@ def run_direct(settings: Mapping[str, Any], options: argparse.Namespace) -> list
             seconds = run_async(_loop(engine, loop, seed))
             return {"seconds": seconds, "tokens_per_s": loop.requests * loop.tokens_out / seconds}
 
-        return [best(options.repeats, lambda seed, loop=loop: run(loop, seed)) for loop in options.loops]
+        for each in options.loops:
+            yield best(options.repeats, lambda seed, loop=each: run(loop, seed))
 
 
 async def _loop(engine: Any, loop: ClosedLoop, seed: int) -> float:
