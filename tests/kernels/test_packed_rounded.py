@@ -52,7 +52,7 @@ def weight_in_blocks(rows: int, depth: int, inputs: Inputs | None = ASKED) -> Pa
 
 @pytest.mark.parametrize("count", [33, 64, 128])
 @pytest.mark.parametrize(
-    ("rows", "depth", "split"), [(2048, 4096, 6), (3072, 1024, 4), (5120, 2048, 3), (8192, 512, 2)]
+    ("rows", "depth", "split"), [(2048, 4096, 3), (3072, 1024, 2), (5120, 2048, 2), (8192, 512, 2)]
 )
 def test_blocks_have_scales_of_columns(
     rows: int, depth: int, split: int, count: int, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch

@@ -112,13 +112,18 @@ H200 with rounding and the norm or activation before it, and of the library:
 28672 x 4096 is the library's from 48 tokens on, 10240 x 8192 with 100 and 200."""
 
 BLOCK_RULES: Final = (
-    RoundedRule(128, 2304, 0, RoundedCut(2, 6, grouped=True)),
-    RoundedRule(128, 3840, 0, RoundedCut(2, 4, grouped=True)),
-    RoundedRule(128, 5120, 0, RoundedCut(2, 3, grouped=True)),
+    RoundedRule(128, 2496, 0, RoundedCut(1, 3, grouped=True)),
+    RoundedRule(128, 4224, 0, RoundedCut(1, 2, grouped=True)),
     RoundedRule(128, 8448, 0, RoundedCut(2, 2, grouped=True)),
 )
-"""Of blocks: as many clusters as run at once, and most multiprocessors in them. Without a rule, codes are widened. They are
-for more tokens than are multiplied in two terms."""
+"""Of blocks: cuts whose clusters all run at once (39 of three blocks on an H200, 66 of two). Without a rule, codes are
+widened. They are for more tokens than are multiplied in two terms. us on an H200 with the norm and rounding before it, with
+codes widened, and of bf16 in the library:
+
+2048 x 4096 with 33, 64 and 128 tokens: 7.5, 8.3, 10.9 (15.7, 15.8, not timed; 10.1, 10.4, 11.6)
+4096 x 4096 with 64 tokens: 10.3 (17.5; 13.6); 4096 x 14336: 23.4 (37.0; 38.8)
+5120 x 2048 with 33, 64 and 128 tokens: 8.7, 9.7, 12.2 (15.6, 15.5, not timed; 9.4, 9.3, 9.7)
+6144 x 4096 with 64 and 100 tokens: 13.3, 16.8 (21.9, not timed; 18.0, 18.5)"""
 
 
 def rules_for(weight: DeviceCodes) -> tuple[RoundedRule, ...]:
