@@ -1,11 +1,10 @@
-"""What HTTP costs: the same closed-loop requests, streamed by `bough serve` and given to `bough.Engine` in Python.
+"""What HTTP costs: the same closed-loop requests, streamed by `bough serve` and by `bough.Engine` in Python.
 
     bough bench http benchmarks/models/llama-3.1-8b --load-format dummy
 
 Each client sends its next request when it has the last token of the one before. Prompts are random token ids, of which no
-two begin alike. The engine's answers are asked for whole, so nothing is sent, detokenised or rendered token by token: the
-ratio is what remains of its rate when everything is. CPU shares are of one core each. A model without a tokenizer gets one
-of its size.
+two begin alike. Both stream, because prompts get smaller steps beside answers that are streamed; the ratio is the server's
+rate over the engine's. CPU shares are of one core each. A model without a tokenizer gets one of its size.
 """
 
 from __future__ import annotations
@@ -266,9 +265,13 @@ async def _loop(engine: Any, loop: ClosedLoop, seed: int) -> float:
 
     async def client() -> None:
         while waiting:
-            answer = await engine.async_generate(input_ids=waiting.pop(), sampling_params=sampling)
-            if answer["meta_info"]["completion_tokens"] != loop.tokens_out:
-                raise BoughError(what="an answer is too short", why=str(answer["meta_info"]))
+            found: Json = {}
+            async for event in await engine.async_generate(
+                input_ids=waiting.pop(), sampling_params=sampling, stream=True
+            ):
+                found = event["meta_info"]
+            if found.get("completion_tokens") != loop.tokens_out:
+                raise BoughError(what="an answer is too short", why=str(found))
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(loop.clients)))
