@@ -34,8 +34,9 @@ def _take_kernel(
     PDL: tl.constexpr,
 ):
     """A part of a row: FIRST and SECOND are the tables' widths, parts of the second one come behind those of the first."""
-    trigger(PDL)
     wait(PDL)
+    # Only now: a pass begins with this, and attention reads pages before it waits, to which the pass before may just write.
+    trigger(PDL)
     row = tl.program_id(0).to(tl.int64)
     PARTS: tl.constexpr = (FIRST + BLOCK - 1) // BLOCK
     part = tl.program_id(1)
