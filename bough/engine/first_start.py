@@ -28,15 +28,15 @@ def start_compilers(config: Config, facts: DeviceFacts, engines: int) -> None:
         return
     try:
         missing = not all(marker.exists() for marker in _markers(config, facts.name))
-    except OSError:
-        return  # nothing can be kept
+    except (OSError, RuntimeError):
+        return  # nothing can be kept: a directory can't be used, or there is no home
     if missing:
         ahead.start(max(1, ahead.cores() // engines))
 
 
 def note_compiled(config: Config, device: str) -> None:
     """The next start with these settings finds all it needs. `config`: as `start_compilers` had it."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         for marker in _markers(config, device):
             marker.parent.mkdir(parents=True, exist_ok=True)
             write_whole(marker, b"")

@@ -57,3 +57,17 @@ def test_not_where_kernels_are_not_ours(started: list[int], monkeypatch: pytest.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     first_start.start_compilers(Config(), GPU, 1)
     assert started == []
+
+
+def test_not_where_there_is_no_home(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a user that the machine doesn't know, whose engine starts all the same."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    first_start.start_compilers(Config(), GPU, 1)
+    first_start.note_compiled(Config(), "GPU")
+    assert started == []
