@@ -21,6 +21,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 _log = logging.getLogger("bough.kernels")
+
+_MOST_WAITED_S = 300.0
+"""For one kernel. The slowest takes half a minute on a core of its own; compilers that take longer hang."""
 
 T = TypeVar("T")
 
@@ -68,9 +72,12 @@ class Ask(NamedTuple):
 class Compilers:
     """Processes that compile for this one. Each job is done once."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, most_waited_s: float = _MOST_WAITED_S) -> None:
         command = [sys.executable, "-m", "bough.kernels.ahead_compiler", str(processes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )  # fmt: skip
+        self._most_waited_s = most_waited_s
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, AttributeError):  # the default holds fewer jobs than come while it imports
             fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -115,13 +122,18 @@ class Compilers:
             self._send(line)
 
     def wait(self, key: object) -> None:
-        """Until a job has ended, well or not; at once if it was never asked for."""
+        """Until a job has ended, well or not; at once if it was never asked for. Compilers that take too long over it are
+        ended."""
         number = self._numbers.get(key)
         if number is None or self._ended[number].is_set():
             return
         with self._lock:
             self._send(encode(Ask(number, None, urgent=True)))
-        self._ended[number].wait()
+        if not self._ended[number].wait(self._most_waited_s):
+            _log.warning("compilers were ended: a kernel took them more than %.0f s", self._most_waited_s)
+            with contextlib.suppress(OSError):  # the group of a session, with all that they have started
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ended[number].wait()
 
     def finish(self, then: Callable[[], None] | None = None) -> None:
         """Asks for nothing more. `then` is called, in another thread, once all jobs are done, if none has failed."""
@@ -141,6 +153,8 @@ class Compilers:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             number, _, error = line.decode(errors="replace").strip().partition(" ")
+            if not number.isdecimal() or int(number) >= len(self._ended):
+                continue  # printed by something before the compilers began
             if error:
                 _log.info("a kernel is compiled at its first launch: %s", error)
             self._end(int(number), failed=bool(error))

@@ -7,6 +7,7 @@ says that a job has ended, and why not well. Ends with its input, at once, or wh
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -26,8 +27,10 @@ _TRITON_COST = 15_000
 
 
 class _Server:
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, output: int = 1) -> None:
+        """`output`: a descriptor."""
         self._processes = processes
+        self._output = output
         self._awaited: deque[int] = deque()
         self._urgent: list[tuple[int, int]] = []
         """A heap of (minus cost, number)."""
@@ -73,7 +76,11 @@ class _Server:
             self._note(line)
 
     def _note(self, line: bytes) -> None:
-        ask: Ask = decode(line)
+        try:
+            ask: Ask = decode(line)
+        except Exception:  # of a job that names what isn't here
+            self._say(json.loads(line)[0], traceback.format_exc(limit=-1).encode()[-_ERROR_BYTES:])
+            return
         if ask.number < 0:
             self._is_last = True
         elif ask.job is not None:
@@ -104,6 +111,7 @@ class _Server:
         ours, theirs = os.pipe()
         process = os.fork()
         if process == 0:
+            os.close(self._output)  # which ends when the server does
             _work(self._jobs[number], theirs, niceness)
         os.close(theirs)
         self._running[ours] = process, number
@@ -117,7 +125,10 @@ class _Server:
         _, status = os.waitpid(process, 0)
         if status and not error:
             error = f"a compiler ended with {os.waitstatus_to_exitcode(status)}".encode()
-        os.write(1, b"%d %s\n" % (number, b" ".join(error.split())))
+        self._say(number, error)
+
+    def _say(self, number: int, error: bytes) -> None:
+        os.write(self._output, b"%d %s\n" % (number, b" ".join(error.split())))
 
 
 def _cost(job: Job) -> int:
@@ -133,7 +144,6 @@ def _work(job: Job, pipe: int, niceness: int) -> None:
     error = b""
     try:
         os.nice(niceness)
-        sys.stdout = sys.stderr
         compile_job(job)
     except BaseException:
         error = "".join(traceback.format_exc(limit=-1)).encode()[-_ERROR_BYTES:]
@@ -199,8 +209,10 @@ def _import() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine ends it
+    output = os.dup(1)
+    os.dup2(2, 1)  # what compilers and imports may print is no answer
     _import()
-    _Server(int(sys.argv[1])).run()
+    _Server(int(sys.argv[1]), output).run()
 
 
 if __name__ == "__main__":
