@@ -173,7 +173,7 @@ class Forward:
         spans = media.spans if media is not None else ()
         wrapped = self.measures_scales or self.pool.spreads
         narrows = self.narrows and not wrapped and items is None and at is not None and not whole and not spans
-        narrows &= extent.host is not None or self.context is None
+        narrows &= tree is None and (extent.host is not None or self.context is None)  # rows of one query have no tree
         if narrows and at is not None and _is_small(at, len(ids), extent):
             # A copy of the inputs: with themselves it would be a cycle.
             inputs.tail = LastRows(at, partial(_rows_of, at, tensors, replace(inputs)), self._last_layer)
