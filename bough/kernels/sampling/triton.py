@@ -160,8 +160,9 @@ def _top_kernel(tops, top_ids, ids, out, V, PARTS, BLOCK: tl.constexpr, MAPPED: 
     top = tl.load(tops + row * PARTS + part, mask=inside, other=float("-inf"))
     top_id = tl.load(top_ids + row * PARTS + part, mask=inside, other=2147483647)
     _, best_id = _first_best(top, top_id)
+    best_id = tl.minimum(best_id, V - 1)  # nothing is best among what is not a number
     if MAPPED:
-        tl.store(out + row, tl.load(ids + tl.minimum(best_id, V - 1)))  # nothing is best among what is not a number
+        tl.store(out + row, tl.load(ids + best_id))
     else:
         tl.store(out + row, best_id.to(tl.int64))
 
@@ -218,8 +219,9 @@ def _settle_kernel(
                 logits + row.to(tl.int64) * stride, ids, chosen, top, inverse, k, mass_limit, floor,
                 tl.load(seeds + row), tl.load(counters + row), V, SCAN, LEVELS, MAPPED,
             )  # fmt: skip
+    chosen = tl.minimum(chosen, V - 1)
     if MAPPED:
-        tl.store(out + row, tl.load(ids + tl.minimum(chosen, V - 1)))
+        tl.store(out + row, tl.load(ids + chosen))
     else:
         tl.store(out + row, chosen.to(tl.int64))
 
