@@ -84,7 +84,7 @@ def test_no_kept_form_is_launched_in_a_rehearsal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launching, "current_stream", lambda _: 0)
     x = torch.zeros(16)
     key = (x.device, 4, (1,), (2, False), x.dtype)
-    launcher._forms[key] = (lambda *given: ran.append(given), None, None, None)  # type: ignore[assignment]
+    launcher._forms[key] = (lambda *given: ran.append(given), None, None, None)
     launcher.launch((1, 1), (x,), (1,), (), (2,), 4)
     assert (len(ran), len(asked)) == (1, 0)
     monkeypatch.setattr(launching, "is_rehearsing", lambda: True)
