@@ -62,7 +62,7 @@ _TEMPLATE: Final = (
 )
 
 
-class Timed(NamedTuple):
+class TimedAnswer(NamedTuple):
     """An answer."""
 
     first_s: float
@@ -154,7 +154,7 @@ def measure(
             tell(_row(again, edges[-1], rate, again=True))
 
 
-def _row(asked: Sequence[Timed], edge: int, rate: float, *, again: bool = False) -> dict[str, Any]:
+def _row(asked: Sequence[TimedAnswer], edge: int, rate: float, *, again: bool = False) -> dict[str, Any]:
     took, usage = statistics.median(each.took_s for each in asked), asked[-1].usage
     seen, tokens = usage["prompt_tokens_details"]["image_tokens"], usage["prompt_tokens"]
     tiles = seen // 64
@@ -169,11 +169,11 @@ def _row(asked: Sequence[Timed], edge: int, rate: float, *, again: bool = False)
     }  # fmt: skip
 
 
-def _timed(client: Any, process: psutil.Process, url: str, edge: int) -> Timed:
+def _timed(client: Any, process: psutil.Process, url: str, edge: int) -> TimedAnswer:
     before, begin = _cpu_s(process), time.perf_counter()
     first, usage = _ask(client, url, edge)
     took = time.perf_counter() - begin
-    return Timed(first - begin, took, _cpu_s(process) - before, usage)
+    return TimedAnswer(first - begin, took, _cpu_s(process) - before, usage)
 
 
 def _ask(client: Any, url: str, edge: int) -> tuple[float, dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from bough.config.draft_facts import DraftFacts, Eagle3, Fused
-from bough.kernels.draft_chain import Side, side_by_side
+from bough.kernels.draft_chain import ChainSide, side_by_side
 from bough.layers.attention import Attention
 from bough.layers.batch import Batch, rotates
 from bough.layers.blocks import PreNormBlock
@@ -245,10 +245,10 @@ def joined(left: Vectors, left_norm: Norm | None, right: Vectors, right_norm: No
     return side_by_side(_side(left, left_norm), _side(right, right_norm))
 
 
-def _side(vectors: Vectors, norm: Norm | None) -> Side:
+def _side(vectors: Vectors, norm: Norm | None) -> ChainSide:
     x, at_T = vectors
     if isinstance(norm, RMSNorm):
-        return Side(x, at_T, norm.weight, norm.eps, norm.offset)
+        return ChainSide(x, at_T, norm.weight, norm.eps, norm.offset)
     if norm is None:
-        return Side(x, at_T)
-    return Side(norm(x if at_T is None else embedding(at_T, x)))
+        return ChainSide(x, at_T)
+    return ChainSide(norm(x if at_T is None else embedding(at_T, x)))

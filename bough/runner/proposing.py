@@ -118,7 +118,7 @@ class SampledRows:
     """Temperature, top_k, top_p, min_p and seed of each."""
 
 
-class Tokens(NamedTuple):
+class SomeTokens(NamedTuple):
     """Some tokens of the target's vocabulary."""
 
     ids_V: Tensor
@@ -325,7 +325,7 @@ class Drafting:
             loc_T=loc if self.bounds.kv_len is None else None,
         )
 
-    def draw(self, logits_RV: Tensor, place: int, among: Tokens | None = None) -> Tensor:
+    def draw(self, logits_RV: Tensor, place: int, among: SomeTokens | None = None) -> Tensor:
         """int64 [R]: what each row would draw `place` tokens behind its newest from these logits, with the noise that the
         target will draw with there: so both agree as often as their probabilities allow. Where a rule needs the
         probabilities, they are kept, and the noise is another. `among`: the tokens that logits stand for; None: all."""

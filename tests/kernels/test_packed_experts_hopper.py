@@ -16,7 +16,7 @@ from bough.kernels.packed_linear.decode import DeviceCodes, lay_out
 from bough.kernels.packed_moe import hopper
 
 EXPERTS, WIDTH, INNER = 8, 512, 256
-FULL = hopper.Spread(8 * 132, 132)
+FULL = hopper.LaunchSpread(8 * 132, 132)
 """A launch whose blocks have many items."""
 
 
@@ -94,8 +94,8 @@ def test_a_launch_has_all_items_and_room_for_all_columns(kernel: Kernel) -> None
     assert (work.alpha, work.limit) == (1.5, 7.0)
 
 
-@pytest.mark.parametrize("spread", [FULL, hopper.Spread(4, 132, lone=True)])
-def test_every_cut_fits_a_multiprocessor(spread: hopper.Spread) -> None:
+@pytest.mark.parametrize("spread", [FULL, hopper.LaunchSpread(4, 132, lone=True)])
+def test_every_cut_fits_a_multiprocessor(spread: hopper.LaunchSpread) -> None:
     for kind in ("float8", "float4"):
         for width in (512, 2048, 2880, 4096):
             for block_t, halves in ((8, 1), (8, 2), (16, 1), (16, 2)):
@@ -127,7 +127,7 @@ def test_items_of_a_lone_token_are_spread_evenly(
     kind: str, rows: int, width: int, halves: int, pairs: int, row_tiles: int
 ) -> None:
     weight = stacked(kind, halves * rows, width)
-    cut = hopper.cuts_of(weight, width, halves, 8, rows, hopper.Spread(pairs, 132, lone=True))[0]
+    cut = hopper.cuts_of(weight, width, halves, 8, rows, hopper.LaunchSpread(pairs, 132, lone=True))[0]
     assert (cut.shape.row_tiles, cut.lone) == (row_tiles, True)
 
 
@@ -156,7 +156,7 @@ def test_a_lone_token_has_an_item_for_each_pair(kernel: Kernel) -> None:
     ids = torch.zeros(3, dtype=torch.int32)
     hopper.product(x, weight, out, Sorted(ids, ids, 3, EXPERTS, is_sorted=False), block_t=8, per_token=3, halves=2)
     ((blocks, (codes, _, _, work)),) = kernel.launches
-    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, hopper.Spread(3, 132, lone=True))[0]
+    cut = hopper.cuts_of(weight, 576, 2, 8, INNER, hopper.LaunchSpread(3, 132, lone=True))[0]
     assert blocks == 3 * INNER // cut.item_rows
     assert codes[1] == cut.item_rows
     assert (work.num_pairs, work.num_batches) == (3, 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "bough"
@@ -16,10 +18,16 @@ SAME_CONCEPT = {
 }
 
 
+@cache
 def repeated() -> dict[str, list[str]]:
-    """Public class names that several files have."""
-    files: dict[str, list[str]] = defaultdict(list)
+    """Public class names that several files have. Files are parsed where a line of several looks like the same class."""
+    lines: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
+        for name in re.findall(r"\bclass\s+(\w+)", path.read_text(encoding="utf-8")):
+            lines[name].append(path)
+    suspects = {path for paths in lines.values() if len(paths) > 1 for path in paths}
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(suspects):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(path.relative_to(ROOT)))

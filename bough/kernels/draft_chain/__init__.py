@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
     """int32"""
 
 
-class Side(NamedTuple):
+class ChainSide(NamedTuple):
     """A vector of each token."""
 
     x: Tensor
@@ -72,7 +72,7 @@ def look_ahead(rows: ChainRows, pages: ChainPages, places: int) -> Ahead:
     return made
 
 
-def side_by_side(left: Side, right: Side) -> Tensor:
+def side_by_side(left: ChainSide, right: ChainSide) -> Tensor:
     """[T, W + W']: both vectors of each token, normed as `norm.rms_norm` does."""
     out: Tensor = _IMPLEMENTATIONS.pick("side_by_side", left.x.device)(left, right)
     return out

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from bough.kernels.draft_chain import Ahead, ChainPages, ChainRows, Side
+from bough.kernels.draft_chain import Ahead, ChainPages, ChainRows, ChainSide
 from bough.kernels.norm import rms_norm
 
 
@@ -30,10 +30,10 @@ def look_ahead(rows: ChainRows, pages: ChainPages, places: int) -> Ahead:
     )
 
 
-def side_by_side(left: Side, right: Side) -> Tensor:
+def side_by_side(left: ChainSide, right: ChainSide) -> Tensor:
     return torch.cat((_vectors(left), _vectors(right)), -1)
 
 
-def _vectors(side: Side) -> Tensor:
+def _vectors(side: ChainSide) -> Tensor:
     x_TW = side.x if side.at_T is None else embedding(side.at_T, side.x)
     return x_TW if side.weight_W is None else rms_norm(x_TW, side.weight_W, side.eps, offset=side.offset)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bough.kernels.draft_chain import Ahead, ChainPages, ChainRows, Side, reference
+from bough.kernels.draft_chain import Ahead, ChainPages, ChainRows, ChainSide, reference
 from bough.kernels.launching import Launcher, cdiv, power_of_two, trigger, wait, warps_for
 
 _ROWS = 128
@@ -154,7 +154,7 @@ def _side_kernel(
 _SIDES = Launcher(_side_kernel)
 
 
-def side_by_side(left: Side, right: Side) -> Tensor:
+def side_by_side(left: ChainSide, right: ChainSide) -> Tensor:
     sides = (left, right)
     if any(side.x.dim() != 2 or side.x.stride(1) != 1 for side in sides) or left.x.dtype != right.x.dtype:
         return reference.side_by_side(left, right)

@@ -94,7 +94,7 @@ _MOST_WASTE: Final = 1.13
 """Slices that steps have room for, to those that there are, where another shape has less."""
 
 
-class Spread(NamedTuple):
+class LaunchSpread(NamedTuple):
     """What a launch spreads over its blocks."""
 
     batches: int
@@ -111,12 +111,12 @@ class Spread(NamedTuple):
         return cdiv(self.batches * (rows // item_rows), self.blocks) * (item_rows + besides)
 
 
-def spread_of(num_pairs: int, num_experts: int, block_t: int, blocks: int, *, lone: bool) -> Spread:
+def spread_of(num_pairs: int, num_experts: int, block_t: int, blocks: int, *, lone: bool) -> LaunchSpread:
     """`num_pairs` pairs over `blocks` blocks. Experts of several tokens are expected to be drawn evenly."""
     if lone:
-        return Spread(num_pairs, blocks, lone=True)
+        return LaunchSpread(num_pairs, blocks, lone=True)
     drawn = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_pairs)
-    return Spread(max(1, round(drawn), cdiv(num_pairs, block_t)), blocks)
+    return LaunchSpread(max(1, round(drawn), cdiv(num_pairs, block_t)), blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,9 @@ class ExpertsCut:
         return cdiv(self.boxes, self.shape.slices) * self.shape.slices / self.boxes
 
 
-def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: Spread) -> list[ExpertsCut]:
+def cuts_of(
+    weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: LaunchSpread
+) -> list[ExpertsCut]:
     """All that there are of a product, the best first: steps must not be wasted, and items must be spread evenly. `rows`: of
     a half."""
     form = form_of(weight)
@@ -197,7 +199,9 @@ def cuts_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: in
     )
 
 
-def _cut_of(weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: Spread) -> ExpertsCut | None:
+def _cut_of(
+    weight: DeviceCodes, depth: int, halves: int, block_t: int, rows: int, spread: LaunchSpread
+) -> ExpertsCut | None:
     return next(iter(cuts_of(weight, depth, halves, block_t, rows, spread)), None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bough.runner.proposing import Drafting, Tokens
+from bough.runner.proposing import Drafting, SomeTokens
 
 
 def draw_among(step: Drafting, logits_RV: Tensor, place: int, ids_V: Tensor | None, vocab: int) -> Tensor:
@@ -12,4 +12,4 @@ def draw_among(step: Drafting, logits_RV: Tensor, place: int, ids_V: Tensor | No
 
     Noise goes by the target's ids.
     """
-    return step.draw(logits_RV, place, None if ids_V is None else Tokens(ids_V, vocab))
+    return step.draw(logits_RV, place, None if ids_V is None else SomeTokens(ids_V, vocab))

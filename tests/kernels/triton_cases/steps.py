@@ -8,7 +8,13 @@ import torch
 from random_trees import tree_step
 from torch import Tensor
 
-from bough.kernels.draft_chain import ChainPages, ChainRows, Side, reference as chain_reference, triton as chain_triton
+from bough.kernels.draft_chain import (
+    ChainPages,
+    ChainRows,
+    ChainSide,
+    reference as chain_reference,
+    triton as chain_triton,
+)
 from bough.kernels.draft_tree import reference as tree_reference, triton as tree_triton
 from bough.kernels.pages import reference as pages_reference, triton as pages_triton
 from bough.kernels.step_end import reference as end_reference, triton as step_end
@@ -229,7 +235,7 @@ def _sides(
         x = bed.normal(40 if gathers else 7, width + 8, dtype=dtype)[:, :width]
         at = bed.ints(np.random.randint(0, 40, 7), torch.int64) if gathers else None
         weight = bed.normal(width, dtype=dtype) if norms else None
-        made.append(Side(x, at, weight, *((1e-5, bed.rng.choice((0.0, 1.0))) if norms else ())))
+        made.append(ChainSide(x, at, weight, *((1e-5, bed.rng.choice((0.0, 1.0))) if norms else ())))
     with poison():
         got = chain_triton.side_by_side(*made)
     close(got, chain_reference.side_by_side(*made), dtype)
