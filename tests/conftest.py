@@ -10,11 +10,14 @@ whichever test runs alone. Some machines that advertise AMX end a process at its
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
+import ssl
 import sys
 import zlib
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _properties_have_no_deadline()
     with contextlib.suppress(ImportError):
         _requests_have_a_minute()
+        _certificates_are_read_once()
 
 
 def _properties_have_no_deadline() -> None:
@@ -47,6 +51,24 @@ def _requests_have_a_minute() -> None:
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
 
 
+def _certificates_are_read_once() -> None:
+    """Each client of httpx, and so each `httpx.get`, reads all the authorities there are: 56 ms, and thousands are made."""
+    from httpx._transports import default
+
+    read = default.create_ssl_context
+
+    @functools.cache
+    def usual(file: str | None, directory: str | None) -> ssl.SSLContext:
+        return read()
+
+    def create(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is not True or cert is not None or not trust_env:
+            return read(verify, cert, trust_env)
+        return usual(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+    default.create_ssl_context = create
+
+
 def pytest_collection_finish() -> None:
     """What collecting has made, some million objects, stays: later collections of garbage do not look at it."""
     gc.collect()
@@ -61,7 +83,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same numbers whenever it runs, whatever ran before it; another test draws others."""
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
-    for name in ("numpy.random", "torch"):
-        if name in sys.modules:
-            module = sys.modules[name]
-            (module.seed if name == "numpy.random" else module.manual_seed)(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        # Without a device, `torch.manual_seed` keeps a seed for it with a trace of the stack, each time: a millisecond.
+        (torch if _has_cuda() else torch.default_generator).manual_seed(seed)
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return bool(sys.modules["torch"].cuda.is_available())
