@@ -58,14 +58,14 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text) for text in PROMPTS]
 
 
-def ask(engine: bough.Engine, **more: Any) -> list[dict[str, Any]]:
+def ask(engine: bough.Engine, tokens: int = NEW_TOKENS, **more: Any) -> list[dict[str, Any]]:
     options = {
         "return_logprob": True,
         "logprob_start_len": 0,
         "top_logprobs_num": TOP,
         "token_ids_logprob": [GIVEN] * 3,
     }
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return engine.generate(input_ids=prompts(), sampling_params=sampling, **{**options, **more})  # type: ignore[return-value]
 
 
@@ -101,12 +101,20 @@ def differences(answers: list[dict[str, Any]], start: int = 0) -> Floats:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[bough.Engine]:
-    with bough.Engine(dtype="float32", quantization="none", device="cpu", max_total_tokens=4096) as made:
+    settings = {"dtype": "float32", "quantization": "none", "device": "cpu", "max_total_tokens": 4096, "cpu_threads": 1}
+    with bough.Engine(**settings) as made:
         yield made
 
 
-def test_float32_is_transformers(engine: bough.Engine) -> None:
-    off = differences(ask(engine))
+@pytest.fixture(scope="module")
+def cold(engine: bough.Engine) -> list[dict[str, Any]]:
+    """Answers of an engine that has seen none of the prompts."""
+    engine.flush_cache()
+    return ask(engine)
+
+
+def test_float32_is_transformers(engine: bough.Engine, cold: list[dict[str, Any]]) -> None:
+    off = differences(cold)
     assert len(off) > 700
     assert np.abs(off).max() <= 1e-4
     part = ask(engine, logprob_start_len=3)
@@ -115,14 +123,12 @@ def test_float32_is_transformers(engine: bough.Engine) -> None:
 
 def test_text_in_logprobs(engine: bough.Engine) -> None:
     tokenizer = load_tokenizer(open_checkpoint(""))
-    answer = ask(engine, return_text_in_logprobs=True)[0]["meta_info"]
+    answer = ask(engine, 3, return_text_in_logprobs=True)[0]["meta_info"]
     for entry in answer["input_token_logprobs"] + answer["output_token_logprobs"]:
         assert entry[2] == tokenizer.decode([entry[1]])
 
 
-def test_the_same_after_cache_hits(engine: bough.Engine) -> None:
-    engine.flush_cache()
-    cold = ask(engine)
+def test_the_same_after_cache_hits(engine: bough.Engine, cold: list[dict[str, Any]]) -> None:
     warm = ask(engine)
     later = ask(engine, logprob_start_len=-1)
     assert [answer["output_ids"] for answer in cold] == [answer["output_ids"] for answer in warm]

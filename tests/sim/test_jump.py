@@ -12,6 +12,7 @@ from bough.core.grammar import Compiled, CompileFailed, Matcher
 from bough.core.messages import LogprobSpec
 from bough.core.sampling import GrammarSpec
 from bough.core.step import Outcome
+from tests.covers import cover
 from tests.sim.drafters import HostDrafter
 from tests.sim.harness import VOCAB, Client, Sim, check_answer
 
@@ -156,8 +157,7 @@ def test_respelled_answers(depth: int, stream: bool, length: int, limit: int, dr
     assert any(token >= 20 for client in clients for token in client.tokens)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("free", [2, 3, 5])
+@pytest.mark.parametrize(("depth", "free"), cover([0, 1, 2], [2, 3, 5]))
 def test_a_token_is_respelled_within_a_run_of_accepted_drafts(depth: int, free: int) -> None:
     """What was drawn behind it was drawn for another text: it is dropped, and the row goes on from the better token."""
     sim = engine(depth, drafts=True, num_pages=128, context_length=200)

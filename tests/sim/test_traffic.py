@@ -15,7 +15,7 @@ from bough.core.step import Step
 from bough.scheduler.accept import output_limit
 from tests.sim.harness import VOCAB, Client, Sim, alone, check_answer, check_scores, gate_of
 
-EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("BOUGH_SIM_EXAMPLES", "60"))
 _QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -19,7 +19,8 @@ from bough.grammar.matcher import TokenMatcher, prepare
 from bough.grammar.sights import Sights
 from bough.grammar.sources import grammar_of
 from bough.grammar.states import LOST, States, states_of
-from tests.unit.grammar.conftest import backend_of, compiled
+from tests.covers import cover
+from tests.unit.grammar.conftest import BACKENDS, backend_of, compiled
 from tests.unit.grammar.random_texts import Sampler
 
 SCHEMAS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("schemas.json").read_text())
@@ -119,9 +120,10 @@ def shown(matcher: TokenMatcher) -> list[int]:
 WALKED = [json.dumps(case["schema"]) for case in SCHEMAS[::9]] + [json.dumps(BOUNDED)]
 
 
-@pytest.mark.parametrize("source", WALKED)
+@pytest.mark.parametrize(("source", "backend"), cover({str(at): each for at, each in enumerate(WALKED)}, BACKENDS))
 def test_what_others_saw_is_what_is_seen(source: str, backend: str, vocabulary: Vocabulary) -> None:
     """Matchers that share what they see go random ways, back now and then, beside matchers that look for themselves."""
+    pytest.importorskip(backend)
     rng = random.Random(source)
     automaton = compiled(backend, "json_schema", source)
     made = backend_of(backend)

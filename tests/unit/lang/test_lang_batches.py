@@ -14,6 +14,7 @@ from lang_fake_server import FakeServer
 import bough.lang as sgl
 from bough.lang.sampling import SamplingParams
 from bough.lang.transcript import Prompt
+from tests.covers import long
 
 
 class Echo(sgl.Backend):
@@ -93,13 +94,14 @@ def test_no_more_threads_than_asked_for() -> None:
     assert backend.most_at_once <= 12
 
 
-def test_ten_thousand_async_programs_at_once() -> None:
+@pytest.mark.parametrize("count", [1000, long(10_000)])
+def test_thousands_of_async_programs_at_once(count: int) -> None:
     class Meeting(Echo):
-        """Answers nobody before ten thousand are there."""
+        """Answers nobody before all are there."""
 
         async def async_generate(self, prompt: Prompt, params: SamplingParams) -> sgl.Generation:
             self.calls += 1
-            if self.calls == 10_000:
+            if self.calls == count:
                 everybody.set()
             await everybody.wait()
             return sgl.Generation(prompt.text.split()[-1].upper(), {})
@@ -116,9 +118,9 @@ def test_ten_thousand_async_programs_at_once() -> None:
         return s["second"]
 
     before = threading.active_count()
-    states = program.run_batch([{"word": f"w{i}"} for i in range(10_000)], backend=backend)
-    assert [state.ret_value for state in states] == [f"W{i}X" for i in range(10_000)]
-    assert backend.calls == 20_000
+    states = program.run_batch([{"word": f"w{i}"} for i in range(count)], backend=backend)
+    assert [state.ret_value for state in states] == [f"W{i}X" for i in range(count)]
+    assert backend.calls == 2 * count
     assert threading.active_count() <= before + 1
 
 

@@ -1,7 +1,8 @@
-"""The corpus as parameters: `tool_sample` and `reasoning_sample` run over every sample of every parser."""
+"""The corpus as parameters: `tool_samples_of_one` and `reasoning_samples_of_one` are every parser's samples, in turn."""
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from bough.parsers import Parser, ToolSpec, assemble, reasoning_parser, tool_par
 CORPUS = Path(__file__).parent / "corpus"
 
 
+@cache
 def load(kind: str) -> list[dict[str, Any]]:
     samples = []
     for path in sorted((CORPUS / kind).glob("*.yaml")):
@@ -23,10 +25,12 @@ def load(kind: str) -> list[dict[str, Any]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for fixture, kind in (("tool_sample", "tools"), ("reasoning_sample", "reasoning")):
+    for fixture, kind in (("tool_samples_of_one", "tools"), ("reasoning_samples_of_one", "reasoning")):
         if fixture in metafunc.fixturenames:
-            samples = load(kind)
-            metafunc.parametrize(fixture, samples, ids=[f"{s['parser']}-{s['name']}" for s in samples])
+            by_parser: dict[str, list[dict[str, Any]]] = {}
+            for sample in load(kind):
+                by_parser.setdefault(sample["parser"], []).append(sample)
+            metafunc.parametrize(fixture, by_parser.values(), ids=by_parser)
 
 
 @pytest.fixture(scope="session")

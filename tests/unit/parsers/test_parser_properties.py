@@ -97,7 +97,7 @@ def check_events(events: list[Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOOL_NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_text_any_cut_tools(name: str, data: st.DataObject, new_tool_parser: Any, run_pieces: Any) -> None:
     text = data.draw(texts_for(new_tool_parser(name).markers), label="text")
@@ -113,7 +113,7 @@ def test_any_text_any_cut_tools(name: str, data: st.DataObject, new_tool_parser:
 
 
 @pytest.mark.parametrize("name", REASONING_NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_text_any_cut_reasoning(name: str, data: st.DataObject, run_pieces: Any) -> None:
     forced = data.draw(st.sampled_from([None, True, False]), label="force_reasoning")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from bough.parsers import TOOL_FORMATS, ResponseParser, ToolSpec, assemble, call_format, tool_parser
+from tests.covers import cover
 
 SPEC = ToolSpec(
     "make_note",
@@ -300,8 +301,7 @@ TWO_CALLS = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
-@pytest.mark.parametrize("reasoning", [None, "same"])
+@pytest.mark.parametrize(("name", "reasoning"), cover(sorted(TOOL_FORMATS), [None, "same"]))
 def test_a_forced_call_that_is_cut_short_leaves_no_content(name: str, reasoning: str | None) -> None:
     """Wherever it ends: within the opening mark, before the name, within the arguments, between two calls."""
     format = call_format(name, [SPEC, OTHER])
