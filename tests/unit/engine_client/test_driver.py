@@ -43,7 +43,8 @@ def test_only_the_beginning_of_a_callers_own_wait_is_busy(monkeypatch: pytest.Mo
     monkeypatch.setattr("bough.engine_client.selector._LATE_S", 60.0)  # whatever else runs on this machine
     made = Driver("test-driver", busy_s=0.1)
     try:
-        assert max(_worked(made, 0.05) for _ in range(5)) > 0.01
+        # On a crowded machine a thread may get hardly any of the processor within a twentieth of a second.
+        assert any(_worked(made, 0.05) > 0.01 for _ in range(100))
         assert _worked(made, 0.5) < 0.3
         assert made._thread.ident is not None
         clock = time.pthread_getcpuclockid(made._thread.ident)
