@@ -80,7 +80,11 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test draws the same numbers whenever it runs, whatever ran before it; another test draws others."""
+    """A test draws the same numbers whenever it runs, whatever ran before it; another test draws others.
+
+    Torch computes with one thread: an engine built in the process sets as many as the machine has cores, and all later
+    tests of the process would wait for threads whose shares are smaller than the cost of handing them over.
+    """
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     if "numpy.random" in sys.modules:
@@ -89,6 +93,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch = sys.modules["torch"]
         # Without a device, `torch.manual_seed` keeps a seed for it with a trace of the stack, each time: a millisecond.
         (torch if _has_cuda() else torch.default_generator).manual_seed(seed)
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
 
 
 @functools.cache
