@@ -5,12 +5,16 @@ import sys
 from typing import cast
 
 import torch
+from interpreting import quicken
 
 from triton_cases.bed import Amount
 from triton_cases.table import run
 
 if __name__ == "__main__":
-    where = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        quicken()
+    where = torch.device("cpu" if interpreted else "cuda")
     amount = cast(Amount, sys.argv[3] if len(sys.argv) > 3 else "all")
     for operation in sys.argv[1].split(","):
         print(run(operation, where, int(sys.argv[2]), amount=amount), operation, "cases agree")

@@ -1,0 +1,19 @@
+"""Products with packed weights, and tokens grouped by expert, by Triton's interpreter: see `interpreted.agree`."""
+
+import pytest
+from interpreted import agree
+
+pytest.importorskip("triton")
+OPS = "grouping,packed,packed_moe"
+
+
+@pytest.mark.timeout(900)  # an interpreter is slow, more so on a busy machine
+def test_agree_with_their_references() -> None:
+    """Each shape, dtype and option at least once."""
+    agree(OPS, "each")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_agree_in_every_combination() -> None:
+    agree(OPS, "all")
