@@ -238,19 +238,27 @@ class _Run:
         return engine.timed_turns(count)
 
     def _prefill(self) -> float:
-        """Time of the later rounds: in the first rounds of a shape, memory is allocated and launches are prepared. Once a
-        graph is captured, in passing, the rounds before it don't count."""
+        """Time of the later rounds, after one that compiles: in the first rounds of a shape, memory is allocated and launches
+        are prepared. Once a graph is captured, in passing, the rounds before it don't count."""
         engine = self._engine
+        self._round()
         took: list[float] = []
         while len(took) < 2 or (sum(took) < 2.5 * self._measured_s and len(took) < _MOST_ROUNDS):
-            engine.submit(self._prompts(), self._sampling(1))
-            graphs, begin = engine.num_graphs, time.perf_counter()
-            engine.finish()
-            took.append(time.perf_counter() - begin)
-            engine.flush()
+            graphs = engine.num_graphs
+            took.append(self._round())
             if engine.num_graphs != graphs:
                 took.clear()
         return statistics.median(took[len(took) // 2 :])
+
+    def _round(self) -> float:
+        """Seconds of one prefill of all prompts, of which nothing is cached."""
+        engine = self._engine
+        engine.submit(self._prompts(), self._sampling(1))
+        begin = time.perf_counter()
+        engine.finish()
+        took = time.perf_counter() - begin
+        engine.flush()
+        return took
 
     def _sampling(self, new_tokens: int) -> SamplingParams:
         workload = self._workload
