@@ -238,8 +238,8 @@ class _Run:
         return engine.timed_turns(count)
 
     def _prefill(self) -> float:
-        """Time of the later rounds, after one that compiles: in the first rounds of a shape, memory is allocated and launches
-        are prepared. Once a graph is captured, in passing, the rounds before it don't count."""
+        """Time of the later rounds, after one that compiles: in the first rounds of a shape, memory is allocated and
+        launches are prepared. Once a graph is captured, in passing, the rounds before it don't count."""
         engine = self._engine
         self._round()
         took: list[float] = []
