@@ -91,29 +91,20 @@ class TermsRule(NamedTuple):
     cut: TermsCut
 
 
+_FLOAT8: Final = (
+    TermsRule(8, 3072, _ANY, TermsCut(1, 256, 2, 7, cluster=4)),
+    TermsRule(8, 6144, _ANY, TermsCut(1, 256, 2, 7, cluster=2)),
+    TermsRule(8, _ANY, _ANY, TermsCut(2, 256, 1, 7)),
+    TermsRule(8, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
+    TermsRule(32, 3072, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=8)),
+    TermsRule(32, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4)),
+    TermsRule(24, _ANY, _ANY, TermsCut(2, 256, 1, 15)),
+    TermsRule(24, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
+    TermsRule(32, _ANY, _ANY, TermsCut(2, 256, 1, 11)),
+)
 RULES: Final[dict[str, tuple[TermsRule, ...]]] = {
-    "float8": (
-        TermsRule(8, 3072, _ANY, TermsCut(1, 256, 2, 7, cluster=4)),
-        TermsRule(8, 6144, _ANY, TermsCut(1, 256, 2, 7, cluster=2)),
-        TermsRule(8, _ANY, _ANY, TermsCut(2, 256, 1, 7)),
-        TermsRule(8, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
-        TermsRule(32, 3072, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=8)),
-        TermsRule(32, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4)),
-        TermsRule(24, _ANY, _ANY, TermsCut(2, 256, 1, 15)),
-        TermsRule(24, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
-        TermsRule(32, _ANY, _ANY, TermsCut(2, 256, 1, 11)),
-    ),
-    "float8 in blocks": (
-        TermsRule(8, 3072, _ANY, TermsCut(1, 256, 2, 7, cluster=4)),
-        TermsRule(8, 6144, _ANY, TermsCut(1, 256, 2, 7, cluster=2)),
-        TermsRule(8, _ANY, _ANY, TermsCut(2, 256, 1, 7)),
-        TermsRule(8, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
-        TermsRule(32, 3072, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=8)),
-        TermsRule(32, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4)),
-        TermsRule(24, _ANY, _ANY, TermsCut(2, 256, 1, 15)),
-        TermsRule(24, _ANY, _ANY, TermsCut(1, 256, 2, 7)),
-        TermsRule(32, _ANY, _ANY, TermsCut(2, 256, 1, 11)),
-    ),
+    "float8": _FLOAT8,
+    "float8 in blocks": _FLOAT8,
     "int4": (
         TermsRule(16, 3072, _FEW_VALUES, TermsCut(2, 256, 1, 7, cluster=4, fetched=True)),
         TermsRule(8, 6144, _FEW_VALUES, TermsCut(4, 256, 1, 7, cluster=4, fetched=True)),

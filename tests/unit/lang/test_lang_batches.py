@@ -97,7 +97,7 @@ def test_no_more_threads_than_asked_for() -> None:
 @pytest.mark.parametrize("count", [1000, long(10_000)])
 def test_thousands_of_async_programs_at_once(count: int) -> None:
     class Meeting(Echo):
-        """Answers nobody before all are there."""
+        """Answers only when all have asked."""
 
         async def async_generate(self, prompt: Prompt, params: SamplingParams) -> sgl.Generation:
             self.calls += 1
@@ -160,7 +160,7 @@ def test_async_programs_must_await() -> None:
 
 def test_async_width_is_bounded_when_asked() -> None:
     class Five(Echo):
-        """Answers nobody before five have asked."""
+        """Answers only when five have asked."""
 
         async def async_generate(self, prompt: Prompt, params: SamplingParams) -> sgl.Generation:
             self.calls += 1
